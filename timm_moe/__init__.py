@@ -1,0 +1,17 @@
+"""Vision mixture-of-experts for timm: importing this package registers its models and training hooks."""
+
+from . import models
+from .callbacks import timm_hooks
+from .callbacks.ewa import ExpertWeightAveraging, average_experts_
+from .convert import convert_to_moe, moe_layers, to_dense
+
+__all__ = [
+    "ExpertWeightAveraging",
+    "average_experts_",
+    "convert_to_moe",
+    "models",
+    "moe_layers",
+    "to_dense",
+]
+
+timm_hooks.install()

@@ -1,0 +1,1 @@
+"""Around a training run: averaging during, export after."""

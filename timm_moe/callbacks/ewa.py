@@ -1,0 +1,202 @@
+"""During training: averaging the experts after each optimizer step (EWA, section 3.2)."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..convert import moe_layers
+from ..layers import MoeMlp
+from ..schedules import check_share_rate, get_schedule
+
+_logger = logging.getLogger(__name__)
+
+#: Key of ``optimizer.param_groups[0]`` that counts the updates; there it travels with every optimizer checkpoint.
+UPDATES = "ewa_updates"
+
+
+@torch.no_grad()
+def average_(stacked: Tensor, beta: float) -> Tensor:
+    """Move E stacked tensors towards their mean, in place: ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``.
+
+    The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq. 6). Types narrower
+    than float32 are computed in float32 and rounded once.
+
+    Args:
+        stacked: shape (E, ...).
+        beta: share rate of this step.
+    """
+    num_experts = stacked.shape[0]
+    if beta == 0 or num_experts == 1:
+        return stacked
+    wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+    wide.lerp_(wide.mean(0, keepdim=True), beta * num_experts / (num_experts - 1))
+    return stacked if wide is stacked else stacked.copy_(wide)
+
+
+def average_experts_(model: nn.Module, beta: float) -> None:
+    """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
+
+    Raises:
+        ValueError: unless 0 <= beta <= (E - 1) / E; nothing is averaged then.
+    """
+    layers = moe_layers(model).values()
+    for layer in layers:
+        check_share_rate(beta, layer.num_experts)
+    for layer in layers:
+        average_layer_(layer, beta)
+
+
+def average_layer_(layer: MoeMlp, beta: float) -> None:
+    """Average the experts of one layer, in place."""
+    for _, stacked in layer.named_expert_parameters():
+        average_(stacked, beta)
+
+
+class ExpertWeightAveraging:
+    """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
+
+    It hooks itself into the optimizer: once made, it needs no further call. Steps that a GradScaler skips are neither
+    counted nor followed by an averaging. The number of updates done is kept in the optimizer's first parameter group,
+    so it is saved and resumed with the optimizer's state. The optimizer's moments are left as they are.
+
+    Under timm's train.py none of this has to be written: see :mod:`timm_moe.callbacks.timm_hooks`.
+
+    Args:
+        model: holds the expert layers; those whose parameters the optimizer trains are averaged.
+        optimizer: any torch or timm optimizer.
+        share_rate: in [0, (E - 1) / E]; by default the rate that each layer was created with.
+        schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns the rate of a step
+            for its progress, the completed fraction of all updates in (0, 1]; by default the schedule that each layer
+            was created with.
+        total_updates: optimizer steps in the whole run (an accumulation of gradients ends in one step).
+
+    Raises:
+        ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
+            1, or an optimizer that trains none of the model's expert layers or has its averaging already.
+    """
+
+    _alive: "weakref.WeakSet[ExpertWeightAveraging]" = weakref.WeakSet()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        share_rate: float | None = None,
+        schedule: str | Callable[[float], float] | None = None,
+        *,
+        total_updates: int,
+    ):
+        if total_updates < 1:
+            raise ValueError(f"total_updates must be at least 1, got {total_updates}.")
+        if self.of(optimizer) is not None:
+            raise ValueError("This optimizer already has its expert weight averaging.")
+        layers = trained_layers(optimizer, moe_layers(model).values())
+        if not layers:
+            raise ValueError(f"The optimizer trains no expert layer of this {type(model).__name__}.")
+        self.total_updates = total_updates
+        self._rates = [(layer, _rate_function(layer, share_rate, schedule)) for layer in layers]
+        self._optimizer = weakref.ref(optimizer)
+        self._started = False
+        optimizer.param_groups[0].setdefault(UPDATES, 0)
+        if not hasattr(optimizer.step, "hooked"):
+            # timm's Lookahead skips Optimizer.__init__, which installs torch's step hooks; this does it as well.
+            optimizer.__setstate__({})
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._alive.add(self)
+        if is_primary():
+            _logger.info(self._describe(share_rate, schedule))
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
+        """The averaging that an optimizer (or the one inside a Lookahead) has, or None."""
+        for averaging in cls._alive:
+            owner = averaging._optimizer()
+            if owner is not None and owner.param_groups[0] is optimizer.param_groups[0]:
+                return averaging
+        return None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps done so far."""
+        optimizer = self._optimizer()
+        return 0 if optimizer is None else optimizer.param_groups[0].get(UPDATES, 0)
+
+    @property
+    def share_rate(self) -> float:
+        """The rate of the last averaging; 0 before the first."""
+        return self._rates[0][1](self._progress()) if self.updates else 0.0
+
+    def seek(self, updates: int) -> None:
+        """Continue as after this many updates. Without effect once a step has been taken."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._started or updates == self.updates:
+            return
+        optimizer.param_groups[0][UPDATES] = updates
+        if is_primary():
+            _logger.info(f"EWA: the share rate continues after update {updates} of {self.total_updates}.")
+
+    def remove(self) -> None:
+        """Stop averaging."""
+        self._handle.remove()
+        self._alive.discard(self)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # set while a GradScaler steps a fused optimizer
+        if found_inf is not None and found_inf.item():
+            return
+        self._started = True
+        optimizer.param_groups[0][UPDATES] = self.updates + 1
+        for layer, rate in self._rates:
+            average_layer_(layer, rate(self._progress()))
+
+    def _progress(self) -> float:
+        return min(self.updates / self.total_updates, 1.0)
+
+    def _describe(self, share_rate: float | None, schedule: str | Callable[[float], float] | None) -> str:
+        layers = [layer for layer, _ in self._rates]
+        experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
+        if callable(schedule):
+            course = f"share rate by {getattr(schedule, '__name__', 'a function')}"
+        else:
+            rate = layers[0].share_rate if share_rate is None else share_rate
+            course = f"share rate {rate:g}, schedule {schedule or layers[0].share_schedule}"
+        after = f", continuing after update {self.updates}" if self.updates else ""
+        return (
+            f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, {course}, "
+            f"over {self.total_updates} updates{after}."
+        )
+
+
+def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
+    """Those of the layers that have a parameter among the optimizer's."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [layer for layer in layers if any(id(parameter) in trained for parameter in layer.parameters())]
+
+
+def _rate_function(
+    layer: MoeMlp, share_rate: float | None, schedule: str | Callable[[float], float] | None
+) -> Callable[[float], float]:
+    if callable(schedule):
+        if share_rate is not None:
+            raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
+        return partial(_checked_rate, schedule, layer.num_experts)
+    rate = layer.share_rate if share_rate is None else share_rate
+    check_share_rate(rate, layer.num_experts)
+    return partial(get_schedule(layer.share_schedule if schedule is None else schedule), share_rate=rate)
+
+
+def _checked_rate(schedule: Callable[[float], float], num_experts: int, progress: float) -> float:
+    rate = schedule(progress)
+    check_share_rate(rate, num_experts)
+    return rate
+
+
+def is_primary() -> bool:
+    """Whether this process is the one that logs."""
+    return not torch.distributed.is_available() or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,149 @@
+"""E feed-forward networks of one architecture, held in stacked tensors.
+
+Shape suffixes: T rows (tokens), D width, E experts.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+EXPERT_INITS = ("same", "independent")
+
+
+class Stacked(nn.Module):
+    """Holds parameters stacked over E experts; loads a dense tensor as E copies of it."""
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name, parameter in self._parameters.items():
+            loaded = state_dict.get(prefix + name)
+            if loaded is None or parameter is None:
+                continue
+            if loaded.shape == parameter.shape[1:]:
+                state_dict[prefix + name] = loaded.expand(parameter.shape).contiguous()
+            elif loaded.ndim == parameter.ndim and loaded.shape[0] != parameter.shape[0]:
+                raise ValueError(
+                    f"The checkpoint has {loaded.shape[0]} experts in {prefix}{name}, the model has "
+                    f"{parameter.shape[0]}: create the model with num_experts={loaded.shape[0]}."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={tuple(parameter.shape)}" for name, parameter in self.named_parameters())
+
+
+class Experts(Stacked):
+    """E copies of a feed-forward network, stacked along a new first dimension.
+
+    Parameters keep the names they have in the dense network: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight``
+    of shape (E, H, D). Loading a dense state dict gives every expert a copy of it (sparse upcycling); loading the
+    state dict of an expert layer loads it as it is.
+
+    Args:
+        ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
+        num_experts: E.
+        init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` gives each expert its own
+            random draw from the distribution in which ``ffn`` was initialised (EWA, section 3.1: training from scratch).
+
+    Raises:
+        ValueError: if ``num_experts`` is below 1, ``init`` is unknown or ``ffn`` has buffers.
+    """
+
+    def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same"):
+        super().__init__(num_experts)
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
+        if init not in EXPERT_INITS:
+            raise ValueError(f"expert_init must be one of {', '.join(EXPERT_INITS)}, got {init!r}.")
+        if next(ffn.buffers(), None) is not None:
+            raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
+        for path, parameter in ffn.named_parameters():
+            module_path, _, name = path.rpartition(".")
+            stacked = _stack(parameter.detach(), num_experts, init)
+            module = self._submodule(module_path)
+            module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+        # The structure of one expert, without weights. It is not a submodule: its parameters must not show anywhere.
+        object.__setattr__(self, "_ffn", _without_weights(ffn))
+
+    def _submodule(self, path: str) -> nn.Module:
+        module: nn.Module = self
+        for name in path.split(".") if path else ():
+            if name not in module._modules:
+                module.add_module(name, Stacked(self.num_experts))
+            module = module.get_submodule(name)
+        return module
+
+    def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The stacked parameters, named as in the dense network."""
+        return [(name, self.get_parameter(name)) for name, _ in self._ffn.named_parameters()]
+
+    def run(self, x_TD: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Apply expert e to the e-th run of rows.
+
+        Args:
+            x_TD: rows in expert order.
+            sizes: rows for each expert, E integers that sum to T; an expert without rows still takes part in the
+                graph, so that its gradient is zero and not missing (data-parallel training relies on it).
+        """
+        # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
+        per_expert = {name: stacked.unbind(0) for name, stacked in self.named_expert_parameters()}
+        outputs = [
+            functional_call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, (rows,))
+            for expert, rows in enumerate(x_TD.split(list(sizes)))
+        ]
+        return torch.cat(outputs)
+
+    def run_mean(self, x: Tensor) -> Tensor:
+        """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
+        mean = {name: mean_over_experts(stacked) for name, stacked in self.named_expert_parameters()}
+        return functional_call(self._ffn, mean, (x,))
+
+    def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
+        """A dense network of the original class that holds ``weights``, given by their dense names."""
+        ffn = copy.deepcopy(self._ffn)
+        ffn.load_state_dict({name: weights[name] for name, _ in ffn.named_parameters()}, assign=True)
+        return ffn
+
+    def train(self, mode: bool = True) -> "Experts":
+        self._ffn.train(mode)  # dropout inside the experts
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
+
+
+def mean_over_experts(stacked: Tensor) -> Tensor:
+    """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
+    return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
+
+
+def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
+    if init == "same":
+        return torch.stack([tensor] * num_experts)
+    return torch.stack([tensor, *(_redraw(tensor) for _ in range(num_experts - 1))])
+
+
+def _redraw(tensor: Tensor) -> Tensor:
+    """Another draw of an initial weight: its entries in random order.
+
+    The entries of an initial weight are independent draws from one distribution, so this follows whatever
+    initialisation the model family uses, scale included, without knowing it.
+    """
+    if tensor.is_meta:
+        return tensor
+    return tensor.flatten()[torch.randperm(tensor.numel(), device=tensor.device)].view_as(tensor)
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """A deep copy whose parameters are on the meta device; no weight is copied on the way."""
+    memo: dict[int, object] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    return copy.deepcopy(module, memo)

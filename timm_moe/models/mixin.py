@@ -1,0 +1,51 @@
+"""What a model class with expert layers adds to the stock timm class that it extends."""
+
+import inspect
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..convert import convert_to_moe
+
+#: Options of the registered models: those of ``convert_to_moe``.
+MOE_OPTIONS = tuple(inspect.signature(convert_to_moe).parameters)[1:]
+#: Options that concern loading or training, not the architecture that an exported model must state.
+_NOT_ARCHITECTURE = (
+    *("pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "pretrained_strict", "cache_dir"),
+    *("features_only", "out_indices", "feature_cls", "device", "dtype", "weight_init"),
+)
+
+
+class MoeMixin:
+    """Builds the stock model, then converts it with the options of :func:`timm_moe.convert_to_moe`.
+
+    Subclasses are written ``class MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
+
+    Attributes:
+        dense_architecture: registered name of the stock model that the exported weights belong to.
+        dense_args: arguments that ``timm.create_model`` needs for it beside that name.
+    """
+
+    stock_class: ClassVar[type[nn.Module]]
+    dense_architecture: str
+    dense_args: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        options = {name: kwargs.pop(name) for name in MOE_OPTIONS if name in kwargs}
+        super().__init__(*args, **kwargs)
+        # Without pretrained weights the experts start apart, as in the paper; loading a dense checkpoint sets them equal.
+        convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
+
+    def restore_stock_class(self) -> None:
+        """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""
+        architecture, args = self.dense_architecture, self.dense_args
+        del self.dense_architecture, self.dense_args
+        self.pretrained_cfg = self.default_cfg = {**self.pretrained_cfg, "architecture": architecture}
+        self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
+        self.__class__ = self.stock_class  # type: ignore[assignment]
+
+
+def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that the exported dense model needs: no MoE options, nothing about loading, no drop rates."""
+    dropped = (*MOE_OPTIONS, *_NOT_ARCHITECTURE)
+    return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith("drop_rate")}

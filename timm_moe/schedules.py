@@ -1,0 +1,55 @@
+"""The course of the share rate over a training run (EWA, section 3.2.2), as pure functions.
+
+A schedule maps progress, the completed fraction of all updates in (0, 1], and ``share_rate`` to the rate of this step.
+"""
+
+from collections.abc import Callable
+
+Schedule = Callable[[float, float], float]
+
+LATE_START = 0.7
+LATE_FIRST_RATE = 0.002
+
+
+def linear(progress: float, share_rate: float) -> float:
+    """From 0 to share_rate over the whole run: the paper's default."""
+    return share_rate * progress
+
+
+def constant(progress: float, share_rate: float) -> float:
+    """share_rate throughout (EWA, figure 2)."""
+    return share_rate
+
+
+def early(progress: float, share_rate: float) -> float:
+    """share_rate in the first half of the run, then none (Early EWA, section 6)."""
+    return share_rate if progress < 0.5 else 0.0
+
+
+def late(progress: float, share_rate: float) -> float:
+    """A small rate until 70 % of the run, so that the experts stay apart, then share_rate (not from the paper)."""
+    return share_rate if progress >= LATE_START else min(LATE_FIRST_RATE, share_rate)
+
+
+SCHEDULES: dict[str, Schedule] = {"linear": linear, "constant": constant, "early": early, "late": late}
+
+
+def get_schedule(name: str) -> Schedule:
+    """The schedule of that name; ValueError if there is none."""
+    if name not in SCHEDULES:
+        raise ValueError(f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
+    return SCHEDULES[name]
+
+
+def max_share_rate(num_experts: int) -> float:
+    """The rate (E - 1) / E at which one step makes all experts equal; beyond it they overshoot their mean."""
+    return (num_experts - 1) / num_experts
+
+
+def check_share_rate(share_rate: float, num_experts: int) -> None:
+    """Raise ValueError unless 0 <= share_rate <= (E - 1) / E."""
+    limit = max_share_rate(num_experts)
+    if not 0 <= share_rate <= limit:
+        raise ValueError(
+            f"share_rate must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, got {share_rate}."
+        )
