@@ -48,8 +48,8 @@ class Experts(Stacked):
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
         num_experts: E.
-        init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` gives each expert its own
-            random draw from the distribution in which ``ffn`` was initialised (EWA, section 3.1: training from scratch).
+        init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the first
+            and draws the others anew with the same mean and standard deviation (EWA, section 3.1: from scratch).
 
     Raises:
         ValueError: if ``num_experts`` is below 1, ``init`` is unknown or ``ffn`` has buffers.
@@ -130,14 +130,13 @@ def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
 
 
 def _redraw(tensor: Tensor) -> Tensor:
-    """Another draw of an initial weight: its entries in random order.
+    """Another draw of an initial weight: normal, with the mean and standard deviation of its entries.
 
-    The entries of an initial weight are independent draws from one distribution, so this follows whatever
-    initialisation the model family uses, scale included, without knowing it.
+    This follows the scale of whatever initialisation the model family uses, constants included, without knowing it.
     """
     if tensor.is_meta:
         return tensor
-    return tensor.flatten()[torch.randperm(tensor.numel(), device=tensor.device)].view_as(tensor)
+    return torch.empty_like(tensor).normal_(tensor.mean().item(), tensor.std(correction=0).item())
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """Vision Transformers with expert layers: EWA (arXiv 2308.06093)."""
 
+from dataclasses import replace
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
@@ -27,7 +28,8 @@ _STOCK = {
 
 default_cfgs = generate_default_cfgs(
     {
-        f"{name}.{cfg.tag}" if cfg.tag else name: cfg
+        # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
+        f"{name}.{cfg.tag}": replace(cfg, url="", custom_load=False)
         for name, stock in _STOCK.items()
         for cfg in get_arch_pretrained_cfgs(stock).values()
     }

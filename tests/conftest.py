@@ -1,0 +1,41 @@
+"""Shared by all tests: models small enough to train in a second, and one thread so that results repeat."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import timm_moe  # noqa: F401  (registers the models)
+
+DATA = Path(__file__).parent / "data"
+SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
+SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden():
+    """Load a golden file as tensors."""
+    return lambda name: {key: torch.from_numpy(array) for key, array in np.load(DATA / f"{name}.npz").items()}
+
+
+@pytest.fixture
+def ewa_vit():
+    return timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+
+
+@pytest.fixture
+def dense_vit():
+    return timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
+
+
+@pytest.fixture
+def images():
+    return torch.randn(6, 3, 32, 32)

@@ -1,0 +1,215 @@
+"""Expert layers: values of the golden file, identities, shapes, gradients."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import GluMlp, Mlp, SwiGLU
+from torch import nn
+
+from timm_moe.layers import MoeMlp, RandomPartition, Routing
+
+FFNS = {
+    "Mlp": lambda width, hidden: Mlp(width, hidden),
+    "Mlp with norm": lambda width, hidden: Mlp(width, hidden, norm_layer=nn.LayerNorm),
+    "Mlp without bias": lambda width, hidden: Mlp(width, hidden, bias=False),
+    "GluMlp": lambda width, hidden: GluMlp(width, 2 * hidden),
+    "SwiGLU": lambda width, hidden: SwiGLU(width, hidden, norm_layer=nn.LayerNorm),
+}
+
+
+def moe(width=5, hidden=6, num_experts=4, ffn="Mlp", **kwargs):
+    return MoeMlp(FFNS[ffn](width, hidden), num_experts, **{"expert_init": "independent", **kwargs})
+
+
+@pytest.fixture
+def golden_layer(golden):
+    rup = golden("rup")
+    layer = moe().double()
+    names = {"fc1.weight": "W1", "fc1.bias": "b1", "fc2.weight": "W2", "fc2.bias": "b2"}
+    layer.load_state_dict({name: rup[key] for name, key in names.items()})
+    return layer, rup
+
+
+def test_training_forward_equals_the_golden_file(golden_layer):
+    layer, rup = golden_layer
+    y = layer.run_routed(rup["x"], Routing(rup["perm"], [3, 3, 3, 3]))
+    torch.testing.assert_close(y, rup["y"], rtol=0, atol=1e-12)
+
+
+def test_eval_forward_is_the_averaged_ffn_of_the_golden_file(golden_layer):
+    layer, rup = golden_layer
+    torch.testing.assert_close(layer.eval()(rup["x"]), rup["y_eval_averaged_ffn"], rtol=0, atol=1e-12)
+
+
+@given(rows=st.integers(1, 40), num_experts=st.integers(1, 12))
+def test_partition_gives_every_row_to_one_expert_in_equal_parts(rows, num_experts):
+    order, sizes = RandomPartition(num_experts)(torch.zeros(rows, 2))
+    assert sorted(order.tolist()) == list(range(rows))
+    assert len(sizes) == num_experts
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_partition_is_fresh_at_each_call_and_uniform():
+    partition, counts = RandomPartition(4), torch.zeros(8, 4)
+    for _ in range(4000):
+        order, sizes = partition(torch.zeros(8, 2))
+        counts[order, torch.arange(4).repeat_interleave(torch.tensor(sizes))] += 1
+    torch.testing.assert_close(counts / 4000, torch.full((8, 4), 0.25), rtol=0, atol=0.035)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    num_experts=st.integers(1, 7),
+    ffn=st.sampled_from(list(FFNS)),
+)
+def test_equal_experts_compute_the_dense_network(batch, tokens, num_experts, ffn):
+    dense = FFNS[ffn](8, 12)
+    layer = MoeMlp(dense, num_experts, expert_init="same")
+    x = torch.randn(batch, tokens, 8)
+    torch.testing.assert_close(layer.train()(x), dense(x))
+    torch.testing.assert_close(layer.eval()(x), dense(x))
+
+
+@pytest.mark.parametrize("ffn", FFNS)
+@pytest.mark.parametrize("rows", [1, 3, 4, 10])
+def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
+    layer = moe(8, 12, ffn=ffn)
+    x = torch.randn(rows, 8, requires_grad=True)
+    routing = layer.router(x)
+    layer.run_routed(x, routing).square().sum().backward()
+    got = {name: parameter.grad for name, parameter in layer.named_parameters()}, x.grad
+
+    # one expert at a time, by indexing: slow and plain
+    experts = []
+    for expert in range(4):
+        ffn_e = FFNS[ffn](8, 12)
+        ffn_e.load_state_dict({name: stacked[expert] for name, stacked in layer.state_dict().items()})
+        experts.append(ffn_e)
+    x_plain = x.detach().clone().requires_grad_()
+    y = torch.zeros(rows, 8)
+    start = 0
+    for expert, size in zip(experts, routing.sizes, strict=True):
+        chosen = routing.order[start : start + size]
+        y = y.index_put((chosen,), expert(x_plain[chosen]))
+        start += size
+    y.square().sum().backward()
+    torch.testing.assert_close(got[1], x_plain.grad)
+    for name, grad in got[0].items():
+        expected = [dict(expert.named_parameters())[name].grad for expert in experts]
+        torch.testing.assert_close(grad, torch.stack(expected))
+
+
+def test_experts_without_rows_have_zero_gradients_not_none():
+    layer = moe()
+    layer(torch.randn(1, 1, 5)).sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[1:].abs().max() == 0
+
+
+def test_dropout_inside_experts_follows_the_layers_mode():
+    layer = MoeMlp(Mlp(8, 16, drop=0.5), 2)
+    x = torch.ones(4, 8)
+    layer.train()
+    assert not torch.equal(layer(x)[0], layer(x)[1])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[1])
+
+
+def test_eval_mode_partition_evaluates_the_experts():
+    layer = moe(eval_mode="partition").eval()
+    x = torch.randn(40, 5)
+    assert not torch.equal(layer(x), layer(x))
+
+
+def test_independent_init_keeps_the_first_expert_and_the_scale():
+    dense = Mlp(64, 256)
+    nn.init.trunc_normal_(dense.fc1.weight, std=0.02)
+    nn.init.zeros_(dense.fc1.bias)
+    layer = MoeMlp(dense, 4, expert_init="independent")
+    assert torch.equal(layer.fc1.weight[0], dense.fc1.weight)
+    assert layer.fc1.bias.abs().max() == 0
+    flat = layer.fc1.weight.detach().flatten(1)
+    torch.testing.assert_close(flat.std(1), torch.full((4,), 0.02), rtol=0.05, atol=0)
+    assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.05
+
+
+def test_loads_its_own_state_dict_and_a_dense_one():
+    layer, dense = moe(), Mlp(5, 6)
+    other = moe()
+    other.load_state_dict(layer.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
+    other.load_state_dict(dense.state_dict())
+    assert all(torch.equal(other.state_dict()[name][e], t) for name, t in dense.state_dict().items() for e in range(4))
+    other.load_state_dict(dense.state_dict(), assign=True)
+    other.fc1.weight.data[0] += 1  # every expert owns its copy
+    assert torch.equal(other.fc1.weight[1], dense.fc1.weight)
+
+
+def test_another_number_of_experts_is_named():
+    with pytest.raises(ValueError, match=r"8 experts in fc1.weight, the model has 4"):
+        moe(num_experts=4).load_state_dict(moe(num_experts=8).state_dict())
+
+
+def test_copies_are_independent_and_registered():
+    layer = moe()
+    for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert duplicate in MoeMlp.alive
+        x = torch.randn(3, 5)
+        assert torch.equal(duplicate.eval()(x), layer.eval()(x))
+        duplicate.fc1.weight.data.zero_()
+        assert layer.fc1.weight.abs().max() > 0
+
+
+def test_low_precision():
+    layer = moe(8, 16)
+    x = torch.randn(10, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == layer.eval()(x).dtype == torch.bfloat16
+    layer = layer.bfloat16()
+    torch.testing.assert_close(layer.fc1.weight.float().mean(0).bfloat16(), _mean_weight(layer), rtol=0, atol=0)
+    assert layer.train()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def _mean_weight(layer):
+    from timm_moe.gather import average
+
+    return average(layer).fc1.weight
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_as_one_graph(training):
+    layer = moe(8, 16).train(training)
+    x = torch.randn(10, 8)
+    torch.manual_seed(1)
+    expected = layer(x)
+    torch.manual_seed(1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    compiled(x).sum().backward()
+    assert layer.fc1.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+        ({"expert_init": "zeros"}, "expert_init must be one of same, independent, got 'zeros'"),
+        ({"eval_mode": "best"}, "eval_mode must be one of average, partition, got 'best'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        moe(**options)
+
+
+def test_a_network_with_buffers_is_refused():
+    with pytest.raises(ValueError, match="buffers"):
+        MoeMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), 2)

@@ -1,0 +1,175 @@
+"""Registered names and every road by which weights reach them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from conftest import SMALL_VIT
+from safetensors.torch import save_file
+from timm.models import create_feature_extractor, get_arch_pretrained_cfgs, save_for_hf
+from timm.models.vision_transformer import VisionTransformer
+
+import timm_moe
+
+SIZES = ("tiny", "small", "base", "large")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_take_over_every_pretrained_tag_of_their_stock_model(size):
+    stock = get_arch_pretrained_cfgs(f"vit_{size}_patch16_224")
+    ours = get_arch_pretrained_cfgs(f"vit_{size}_ewa_moe")
+    assert [cfg.tag for cfg in ours.values()] == [cfg.tag for cfg in stock.values()]
+    assert [cfg.hf_hub_id for cfg in ours.values()] == [cfg.hf_hub_id for cfg in stock.values()]
+    assert all(cfg.architecture == f"vit_{size}_ewa_moe" for cfg in ours.values())
+    assert set(timm.list_models(f"vit_{size}_ewa_moe", module="vision_transformer"))
+
+
+def test_parameter_ratio_of_the_papers_table_1():
+    # numbers.json: V-MoE-S with 8 experts in every other block is 3.25 times ViT-S, 3.2505 without routers
+    with torch.device("meta"):
+        moe = timm.create_model("vit_small_ewa_moe", num_experts=8)
+        dense = timm.create_model("vit_small_patch16_224")
+    ratio = sum(p.numel() for p in moe.parameters()) / sum(p.numel() for p in dense.parameters())
+    assert round(ratio, 4) == 3.2505
+
+
+def test_xtiny_is_the_papers_small_data_model():
+    with torch.device("meta"):
+        model = timm.create_model("vit_xtiny_ewa_moe")
+    assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71  # SPEC A2.6
+    assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
+    assert model.pretrained_cfg["input_size"] == (3, 32, 32)
+
+
+def test_from_scratch_experts_differ_and_the_option_makes_them_equal():
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    assert not torch.equal(model.blocks[1].mlp.fc1.weight[0], model.blocks[1].mlp.fc1.weight[1])
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, expert_init="same")
+    assert torch.equal(model.blocks[1].mlp.fc1.weight[0], model.blocks[1].mlp.fc1.weight[1])
+
+
+def test_is_a_stock_class_to_timm(ewa_vit, images):
+    assert isinstance(ewa_vit, VisionTransformer)
+    assert len(ewa_vit.forward_intermediates(images)[1]) == 4
+    features = timm.create_model("vit_tiny_ewa_moe", features_only=True, **SMALL_VIT)(images)
+    assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
+    assert create_feature_extractor(ewa_vit, ["blocks.1"])(images)["blocks.1"].shape == (6, 17, 32)
+
+
+def test_gradient_checkpointing_repeats_the_partition(ewa_vit, images):
+    gradients = []
+    for enable in (False, True):
+        ewa_vit.set_grad_checkpointing(enable)
+        ewa_vit.zero_grad()
+        torch.manual_seed(3)
+        ewa_vit(images).square().sum().backward()
+        gradients.append(ewa_vit.blocks[1].mlp.fc1.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
+# --- every road upcycles a dense checkpoint: the model gives the dense model's outputs, every expert is a copy
+
+
+@pytest.fixture
+def dense_file(dense_vit, tmp_path):
+    save_file(dense_vit.state_dict(), tmp_path / "dense.safetensors")
+    return str(tmp_path / "dense.safetensors")
+
+
+def pretrained_overlay(file, **kwargs):
+    return timm.create_model("vit_tiny_ewa_moe", pretrained=True, pretrained_cfg_overlay=dict(file=file, **kwargs), **SMALL_VIT)
+
+
+def assert_upcycled(model, dense, images):
+    assert len(timm_moe.moe_layers(model)) == 2
+    weight = model.blocks[1].mlp.fc1.weight
+    assert all(torch.equal(weight[expert], dense.blocks[1].mlp.fc1.weight) for expert in range(4))
+    assert torch.equal(model.eval()(images), dense(images))
+    torch.testing.assert_close(model.train()(images), dense(images))
+
+
+def test_road_pretrained_cfg_overlay(dense_vit, dense_file, images):
+    assert_upcycled(pretrained_overlay(dense_file, num_classes=5), dense_vit, images)
+
+
+def test_road_pretrained_path_of_train_py_resets_the_head(dense_vit, dense_file, images):
+    model = pretrained_overlay(dense_file, num_classes=-1)  # what train.py --pretrained --pretrained-path does
+    assert not torch.equal(model.head.weight, dense_vit.head.weight)
+    model.head.load_state_dict(dense_vit.head.state_dict())
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_initial_checkpoint(dense_vit, dense_file, images):
+    model = timm.create_model("vit_tiny_ewa_moe", checkpoint_path=dense_file, **SMALL_VIT)
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_train_py_checkpoint_of_a_dense_run(dense_vit, tmp_path, images):
+    torch.save({"state_dict": dense_vit.state_dict(), "epoch": 3}, tmp_path / "last.pth.tar")
+    model = timm.create_model("vit_tiny_ewa_moe", checkpoint_path=str(tmp_path / "last.pth.tar"), **SMALL_VIT)
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_state_dict_in_the_config(dense_vit, images):
+    model = timm.create_model(
+        "vit_tiny_ewa_moe",
+        pretrained=True,
+        pretrained_cfg_overlay=dict(state_dict=dense_vit.state_dict(), num_classes=5),
+        **SMALL_VIT,
+    )
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_hub(dense_vit, tmp_path, images):
+    """``pretrained=True`` from the Hub's cache, in a process without network."""
+    repo = tmp_path / "models--timm--vit_tiny_patch16_224.augreg_in21k"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    save_file(dense_vit.state_dict(), snapshot / "model.safetensors")
+    torch.save(images, tmp_path / "images.pt")
+    code = f"""
+import timm, torch
+model = timm.create_model("vit_tiny_ewa_moe.augreg_in21k", pretrained=True, cache_dir={str(tmp_path)!r},
+    pretrained_cfg_overlay=dict(num_classes=5), **{SMALL_VIT!r})
+torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {str(tmp_path / "out.pt")!r})
+"""
+    run_python(code, HF_HUB_OFFLINE="1")
+    assert torch.equal(torch.load(tmp_path / "out.pt"), dense_vit(images))
+
+
+def test_road_local_dir_and_an_moe_checkpoint_loads_as_it_is(ewa_vit, tmp_path, images):
+    options = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=options, safe_serialization=True)
+    assert json.loads((tmp_path / "moe/config.json").read_text())["architecture"] == "vit_tiny_ewa_moe"
+    model = timm.create_model(f"local-dir:{tmp_path}/moe", pretrained=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ewa_vit.parameters(), strict=True))
+    assert torch.equal(model.eval()(images), ewa_vit.eval()(images))
+
+
+def test_resized_images_channels_and_classes_compose_with_upcycling(dense_file, dense_vit):
+    kwargs = {**SMALL_VIT, "img_size": 48, "in_chans": 1, "num_classes": 7}
+    roads = {}
+    for name in ("vit_tiny_patch16_224", "vit_tiny_ewa_moe"):
+        torch.manual_seed(0)
+        roads[name] = timm.create_model(
+            name,
+            pretrained=True,
+            pretrained_cfg_overlay=dict(file=dense_file, num_classes=5, input_size=(3, 32, 32), custom_load=False),
+            **kwargs,
+        ).eval()
+    dense, model = roads.values()
+    model.head.load_state_dict(dense.head.state_dict())
+    x = torch.randn(2, 1, 48, 48)
+    assert torch.equal(model(x), dense(x))
+
+
+def run_python(code, **env):
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,178 @@
+"""After training: the dense model as safetensors, in the layout that timm and the Hub read."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from timm.models import save_for_hf
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+
+from ..convert import to_dense
+from ..info import model_input_size
+from .source import ModelSpec, load_source
+
+#: Largest difference of an output, relative to the largest output, that the check of an export lets pass.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export wrote.
+
+    Attributes:
+        path: folder with ``model.safetensors`` and ``config.json``.
+        architecture: registered name of the stock model.
+        parameters: number of its parameters.
+        largest_difference: largest absolute difference between an output of the source model and of the stock model
+            that timm loaded from the folder, on random images.
+    """
+
+    path: Path
+    architecture: str
+    parameters: int
+    largest_difference: float
+
+
+def export_dense(
+    source: nn.Module | str | Path,
+    output_dir: str | Path,
+    method: str = "average",
+    *,
+    spec: ModelSpec | None = None,
+    model_args: dict[str, Any] | None = None,
+    use_ema: bool = False,
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+) -> Export:
+    """Write the dense form of an expert model so that plain timm loads it: ``create_model("local-dir:DIR", pretrained=True)``.
+
+    What was written is loaded again with stock timm and compared with the source on random images before the folder
+    appears under its name; if anything fails before, nothing is left behind.
+
+    Args:
+        source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
+            :func:`timm_moe.callbacks.source.load_source`.
+        output_dir: folder to write, in an existing folder.
+        method: how the experts become one network, see :func:`timm_moe.to_dense`.
+        spec: model to create for a file that does not name it.
+        model_args: arguments that ``timm.create_model`` needs for the stock model, where the source does not tell them
+            (a model converted in memory, under a timm that does not record them).
+        use_ema: export the EMA weights of a train.py checkpoint.
+        overwrite: replace the model in a folder that already holds something.
+        allow_nonfinite: export weights that contain NaN or Inf.
+
+    Raises:
+        ValueError: if the source is no expert model or cannot be read, its weights are not finite, or the stock model
+            does not give the source's outputs.
+        OSError: if the folder is in use or cannot be written.
+    """
+    target = check_target(output_dir, overwrite)
+    model = unwrap_model(load_source(source, spec, use_ema))
+    dense = to_dense(model, method).eval()
+    if not allow_nonfinite:
+        _require_finite(dense)
+    _describe_input(dense)
+    with _staging_folder(target) as folder:
+        _save(dense, folder, target, model_args)
+        stock = _load_stock(folder)
+        difference = _largest_difference(model, stock)
+        _publish(folder, target)
+    parameters = sum(parameter.numel() for parameter in stock.parameters())
+    return Export(target, stock.pretrained_cfg["architecture"], parameters, difference)
+
+
+def check_target(output_dir: str | Path, overwrite: bool) -> Path:
+    """The folder to write to; raises OSError or ValueError if it cannot be used."""
+    if str(output_dir).startswith(("hf-hub:", "local-dir:")):
+        raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
+    target = Path(output_dir)
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {target.parent} to make {target.name} in; the output is a local folder, not a repository."
+        )
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; the output must be a folder.")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise FileExistsError(f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model.")
+    return target
+
+
+def _require_finite(model: nn.Module) -> None:
+    for name, tensor in model.state_dict().items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same.")
+
+
+def _describe_input(model: nn.Module) -> None:
+    """State the model's own input size and classes in the config that is saved with it."""
+    cfg: dict[str, Any] = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+    cfg.update(input_size=model_input_size(model), num_classes=model.num_classes, custom_load=False)
+    model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]
+
+
+@contextmanager
+def _staging_folder(target: Path) -> Iterator[Path]:
+    """A folder beside the target, so that a rename can put it in place; gone when the block ends."""
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as temporary:
+        folder = Path(temporary, target.name)  # mkdtemp's own folder is closed to other users
+        folder.mkdir()
+        yield folder
+
+
+def _save(dense: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None) -> None:
+    args = {**getattr(dense, "_model_args", {}), **(model_args or {})}
+    try:
+        save_for_hf(dense, str(folder), model_args=args, safe_serialization=True)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{target} could not be written: {error}") from error
+    except TypeError as error:  # json
+        raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
+
+
+def _load_stock(folder: Path) -> nn.Module:
+    try:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        first_lines = " ".join(str(error).split())[:300]
+        raise ValueError(
+            "Stock timm cannot load the exported weights; if the model was created with arguments of its own, state "
+            f"them in model_args. timm says: {first_lines}"
+        ) from error
+
+
+@torch.inference_mode()
+def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
+    reference = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(4, *stock.pretrained_cfg["input_size"], generator=generator)
+    expected = model.eval()(images.to(reference.device, reference.dtype)).cpu()
+    actual = stock.to(reference.dtype)(images.to(reference.dtype))
+    if _equal_with_nan(expected, actual):
+        return 0.0
+    difference = (expected - actual).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise ValueError(f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written.")
+    return difference
+
+
+def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    if target.is_dir() and any(target.iterdir()):
+        for file in folder.iterdir():
+            os.replace(file, target / file.name)
+    else:
+        if target.is_dir():
+            target.rmdir()
+        shutil.move(folder, target)

@@ -1,0 +1,142 @@
+"""After training: from whatever holds an expert model to the model in memory."""
+
+import argparse
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.data import resolve_data_config
+from timm.models import clean_state_dict
+from torch import Tensor, nn
+
+#: Folders and repositories as timm's model names state them.
+_NAME_PREFIXES = ("local-dir:", "hf-hub:")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to create the model of a file that does not say it itself; what is given here goes first.
+
+    Attributes:
+        name: registered model name.
+        num_classes: size of the classifier.
+        kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
+    """
+
+    name: str | None = None
+    num_classes: int | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
+    """The model that a source holds, in eval mode and with the preprocessing it was trained with in its config.
+
+    Args:
+        source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and weights, as path or
+            ``local-dir:`` name; or an ``hf-hub:`` name.
+        spec: model to create for a file that does not name it (files of train.py do).
+        use_ema: take the EMA weights of a train.py checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is nothing by that name.
+        ValueError: if the file is damaged, needs code to be read, does not say its model, has no EMA weights when
+            asked for them, or does not fit its model.
+    """
+    if isinstance(source, nn.Module):
+        return source.eval()
+    if str(source).startswith(_NAME_PREFIXES):
+        return timm.create_model(str(source), pretrained=True).eval()
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"The folder {path} has no config.json, so it holds no timm model.")
+        return timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
+        )
+    return _load_file(path, spec or ModelSpec(), use_ema)
+
+
+def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
+    checkpoint = read_checkpoint(path)
+    train_args = vars(checkpoint["args"]) if isinstance(checkpoint.get("args"), argparse.Namespace) else {}
+    state_dict = _state_dict(checkpoint, path, use_ema)
+    name = spec.name or train_args.get("model")
+    if not name:
+        raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
+    model = timm.create_model(name, **{**_model_args(train_args), **_spec_args(spec)})
+    try:
+        model.load_state_dict(state_dict)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
+        raise ValueError(f"The weights in {path} do not fit {name}: {problem}") from error
+    if train_args:
+        preprocessing = resolve_data_config(train_args, model=model)
+        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **preprocessing}
+    return model.eval()
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The dictionary in a checkpoint file, read without running code of the file.
+
+    Raises:
+        ValueError: if the file is damaged, is no checkpoint, or needs code.
+    """
+    damaged = f"{path} is damaged or not a checkpoint"
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        # train.py stores its arguments as a Namespace; everything else must be plain data and tensors.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        needed = _globals_needed(path)
+        if needed:
+            raise ValueError(f"{path} runs code when it is read ({', '.join(needed)}), which is refused.") from error
+        raise ValueError(f"{damaged}.") from error
+    except (RuntimeError, EOFError, SafetensorError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{damaged}.") from error
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
+    return checkpoint
+
+
+def _globals_needed(path: Path) -> list[str]:
+    try:
+        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # whatever a damaged pickle raises
+        return []
+    return [name for name in needed if name != "argparse.Namespace"]
+
+
+def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[str, Tensor]:
+    if use_ema:
+        if "state_dict_ema" not in checkpoint:
+            raise ValueError(f"{path} has no EMA weights; train with --model-ema to get them.")
+        state_dict = checkpoint["state_dict_ema"]
+    else:
+        state_dict = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
+    if not isinstance(state_dict, dict) or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        raise ValueError(f"{path} has no state dict of tensors.")
+    return clean_state_dict(state_dict)
+
+
+def _model_args(train_args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which train.py created its model, without those that only matter in training."""
+    input_size = train_args.get("input_size")
+    return {
+        "num_classes": train_args.get("num_classes"),
+        "in_chans": train_args.get("in_chans") or (input_size[0] if input_size else None),
+        "global_pool": train_args.get("gp"),
+        **(train_args.get("model_kwargs") or {}),
+    }
+
+
+def _spec_args(spec: ModelSpec) -> dict[str, Any]:
+    return {**({} if spec.num_classes is None else {"num_classes": spec.num_classes}), **spec.kwargs}

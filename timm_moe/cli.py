@@ -1,0 +1,108 @@
+"""The command ``timm-moe``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import timm
+from timm.models import model_entrypoint
+from timm.utils import ParseKwargs
+
+from .callbacks.export import export_dense
+from .callbacks.source import ModelSpec
+from .info import model_info
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. An error that a user can mend is told in one sentence."""
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+    except (ValueError, OSError, RuntimeError, ImportError, TypeError) as error:
+        print(f"timm-moe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a small dense ViT and its EWA counterpart on digits, export, compare")
+    demo.add_argument("--output", default="timm-moe-demo", metavar="DIR", help="folder for results (default: %(default)s)")
+    demo.add_argument("--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)")
+    demo.set_defaults(command=_demo)
+
+    export = commands.add_parser("export", help="write the dense model of a checkpoint for plain timm")
+    export.add_argument("source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name")
+    export.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
+    export.add_argument("--method", default="average", help="how the experts become one network (default: %(default)s)")
+    export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
+    export.add_argument("--model", metavar="NAME", help="model of a file that does not name it (train.py's checkpoints do)")
+    export.add_argument("--num-classes", type=int, metavar="N", help="its number of classes")
+    export.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="its options")
+    export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
+    export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
+    export.set_defaults(command=_export)
+
+    listing = commands.add_parser("list", help="list the registered models")
+    listing.add_argument("filter", nargs="?", default="", metavar="FILTER", help="wildcard, as in timm.list_models")
+    listing.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
+    listing.set_defaults(command=_list)
+
+    info = commands.add_parser("info", help="show the parameters, cost and expert layers of a model")
+    info.add_argument("model", metavar="MODEL", help="registered name")
+    info.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
+    info.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="model options")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> None:
+    try:
+        from .demo import run_demo
+    except ModuleNotFoundError as error:
+        raise ImportError(f"The demo needs {error.name}: pip install 'timm_moe[demo]'.") from error
+    run_demo(args.output, args.epochs)
+
+
+def _export(args: argparse.Namespace) -> None:
+    result = export_dense(
+        args.source,
+        args.output_dir,
+        args.method,
+        spec=ModelSpec(args.model, args.num_classes, args.model_kwargs),
+        use_ema=args.use_ema,
+        overwrite=args.overwrite,
+        allow_nonfinite=args.allow_nonfinite,
+    )
+    print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
+    print(
+        "Checked: stock timm loads it, and on random images its outputs differ from the expert model's by at most "
+        f"{result.largest_difference:.3g}."
+    )
+    print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
+
+
+def _list(args: argparse.Namespace) -> None:
+    for name in timm.list_models(args.filter, pretrained=args.pretrained):
+        if model_entrypoint(name).__module__.startswith(f"{__package__}."):
+            print(name)
+
+
+def _info(args: argparse.Namespace) -> None:
+    info = model_info(args.model, num_classes=args.num_classes, **args.model_kwargs)
+    rows = {
+        "input": "x".join(str(size) for size in info.input_size),
+        "experts": f"{info.num_experts} in each of {len(info.moe_layers)} layers, the model has {info.blocks} blocks",
+        "expert layers": ", ".join(info.moe_layers),
+        "parameters, training": f"{info.total:,}",
+        "parameters, activated": f"{info.activated:,} per token",
+        "parameters, exported": f"{info.exported:,}",
+        "GFLOPs, exported": f"{info.gflops:.3f} per image ({info.gflops / 2:.3f} GMACs)",
+    }
+    print(info.name)
+    for label, value in rows.items():
+        print(f"  {label:<22} {value}")

@@ -1,0 +1,193 @@
+"""A dense ViT and its EWA counterpart, trained side by side on scikit-learn's digits, exported and compared."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import matplotlib
+import numpy as np
+import timm
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .callbacks.ewa import ExpertWeightAveraging
+from .callbacks.export import export_dense
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  (the backend has to be chosen first)
+
+BATCH_SIZE = 64
+SMALL_VIT = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+
+#: Run in a process of its own, which must never have seen timm_moe.
+RELOAD = """
+import sys, numpy, timm, torch
+folder, images, outputs = sys.argv[1:]
+model = timm.create_model("local-dir:" + folder, pretrained=True).eval()
+assert "timm_moe" not in sys.modules
+with torch.inference_mode():
+    numpy.save(outputs, model(torch.from_numpy(numpy.load(images))).numpy())
+print(type(model).__module__ + "." + type(model).__name__)
+"""
+
+
+@dataclass
+class Run:
+    """One model in training and what was measured on the way."""
+
+    name: str
+    model: nn.Module
+    epochs: int
+    steps_per_epoch: int
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    share_rates: list[float] = field(default_factory=list)
+    step_times: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.optimizer = create_optimizer_v2(self.model, opt="adamw", lr=2e-3, weight_decay=0.05)
+        # This also starts the averaging of the experts: timm_moe hooks into timm's scheduler factory.
+        self.scheduler, _ = create_scheduler_v2(
+            self.optimizer, num_epochs=self.epochs, warmup_epochs=2, updates_per_epoch=self.steps_per_epoch
+        )
+        self.averaging = ExpertWeightAveraging.of(self.optimizer)
+
+    def step(self, images: Tensor, labels: Tensor) -> None:
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        self.step_times.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+        self.share_rates.append(self.averaging.share_rate if self.averaging else 0.0)
+
+
+def run_demo(output: str, epochs: int) -> None:
+    """Train, export, reload and report.
+
+    Args:
+        output: folder for the exported model and the plot.
+        epochs: passes over the 1,297 training images.
+    """
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    train_set, test_set = load_images()
+    torch.set_num_threads(1)  # models as small as these only lose time to a second thread
+    torch.manual_seed(0)
+    steps = len(train_set[1]) // BATCH_SIZE
+    dense = Run("dense", timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), epochs, steps)
+    ewa = Run("EWA", timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT), epochs, steps)
+    train([dense, ewa], train_set, test_set)
+    export = export_dense(ewa.model, folder / "exported", overwrite=True)
+    stock_class, outputs = reload_without_plugin(export.path, test_set[0])
+    print(report(dense, ewa, export.parameters))
+    with torch.inference_mode():
+        expected = ewa.model.eval()(test_set[0])
+    same = int((outputs.argmax(1) == expected.argmax(1)).sum())
+    print(
+        f"\nPlain timm, without timm_moe, loaded {export.path} as {stock_class}:\n"
+        f"  {same} of {len(outputs)} predictions are the same, "
+        f"largest difference of an output {(outputs - expected).abs().max().item():.3g}"
+    )
+    plot([dense, ewa], folder / "training.png")
+    print(f"\nExported model: {export.path}\nPlot:           {folder / 'training.png'}")
+    if same != len(outputs):
+        raise RuntimeError("The exported model does not predict what the trained one does.")
+
+
+def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Training and test set of scikit-learn's digits: images (N, 1, 8, 8) in [-1, 1] and labels (N,)."""
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1
+    labels = torch.from_numpy(digits.target).long()
+    train, test = train_test_split(np.arange(len(labels)), test_size=500, random_state=0, stratify=digits.target)
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor]) -> None:
+    """Give every run the same batches, one step each in turn."""
+    images, labels = train_set
+    generator = torch.Generator().manual_seed(0)
+    progress = tqdm(total=runs[0].epochs * runs[0].steps_per_epoch, unit="step", desc="training")
+    for epoch in range(runs[0].epochs):
+        for run in runs:
+            run.model.train()
+        order = torch.randperm(len(labels), generator=generator)
+        for batch in order.split(BATCH_SIZE)[: runs[0].steps_per_epoch]:
+            for run in runs:
+                run.step(images[batch], labels[batch])
+            progress.update()
+            progress.set_postfix(
+                {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs}
+                | {"share rate": f"{runs[-1].share_rates[-1]:.3f}"},
+                refresh=False,
+            )
+        for run in runs:
+            run.accuracies.append(accuracy(run.model, test_set))
+            run.scheduler.step(epoch + 1)
+    progress.close()
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, test_set: tuple[Tensor, Tensor]) -> float:
+    """Share of correct predictions in percent."""
+    images, labels = test_set
+    return (model.eval()(images).argmax(1) == labels).float().mean().item() * 100
+
+
+def reload_without_plugin(exported: Path, images: Tensor) -> tuple[str, Tensor]:
+    """Class and outputs of the exported model in a new process that does not import timm_moe."""
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs, outputs = Path(scratch, "images.npy"), Path(scratch, "outputs.npy")
+        np.save(inputs, images.numpy())
+        done = subprocess.run(
+            [sys.executable, "-c", RELOAD, str(exported), str(inputs), str(outputs)],
+            env={**os.environ, "TIMM_MOE_AUTOLOAD": "0"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"Plain timm could not load {exported}: {done.stderr.strip().splitlines()[-1]}")
+        return done.stdout.strip(), torch.from_numpy(np.load(outputs))
+
+
+def report(dense: Run, ewa: Run, exported_parameters: int) -> str:
+    """The table of results."""
+    parameters = [sum(parameter.numel() for parameter in run.model.parameters()) for run in (dense, ewa)]
+    rows = [
+        ("", dense.name, ewa.name),
+        ("accuracy, 500 test images", *(f"{run.accuracies[-1]:.1f} %" for run in (dense, ewa))),
+        ("parameters in training", *(f"{number:,}" for number in parameters)),
+        ("parameters after export", f"{parameters[0]:,}", f"{exported_parameters:,}"),
+        ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa))),
+    ]
+    lines = [f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows]
+    note = "One seed on a toy data set: a point of accuracy more or less is noise. See docs/results.md for real images."
+    return "\n".join(["", *lines, "", note])
+
+
+def plot(runs: list[Run], file: Path) -> None:
+    """Loss, accuracy and share rate over training."""
+    figure, (losses, accuracies, rates) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    for run in runs:
+        per_epoch = np.array(run.losses).reshape(run.epochs, -1).mean(1)
+        losses.plot(range(1, run.epochs + 1), per_epoch, label=run.name)
+        accuracies.plot(range(1, run.epochs + 1), run.accuracies, label=run.name)
+    rates.plot(np.arange(1, len(runs[-1].share_rates) + 1) / runs[-1].steps_per_epoch, runs[-1].share_rates, color="C1")
+    losses.set(title="training loss", xlabel="epoch", yscale="log")
+    accuracies.set(title="test accuracy (%)", xlabel="epoch")
+    rates.set(title="share rate", xlabel="epoch")
+    losses.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
