@@ -25,7 +25,7 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
     """Move E stacked tensors towards their mean, in place: ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``.
 
     The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq. 6). Types narrower
-    than float32 are computed in float32 and rounded once.
+    than float32 are computed in float32 and rounded so that the mean does not drift away over many steps.
 
     Args:
         stacked: shape (E, ...).
@@ -36,7 +36,23 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
         return stacked
     wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
     wide.lerp_(wide.mean(0, keepdim=True), beta * num_experts / (num_experts - 1))
-    return stacked if wide is stacked else stacked.copy_(wide)
+    return stacked if wide is stacked else _round_keeping_mean_(stacked, wide)
+
+
+def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> Tensor:
+    """Write ``exact`` into the narrower ``rounded`` so that the sum over the first dimension stays.
+
+    From the largest entry to the smallest, what rounding takes from one is given to the next; the last is the finest
+    grained, so next to nothing is lost. Plain rounding lets the mean drift over the steps of a run.
+    """
+    order = exact.abs().argsort(0, descending=True)
+    carry = torch.zeros_like(exact[0])
+    for index in order.unbind(0):
+        carry += exact.gather(0, index[None])[0]
+        entry = carry.to(rounded.dtype)
+        rounded.scatter_(0, index[None], entry[None])
+        carry -= entry
+    return rounded
 
 
 def average_experts_(model: nn.Module, beta: float) -> None:

@@ -70,12 +70,15 @@ def _require_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
-def install() -> None:
-    """Put the hooks in place; scripts that already imported ``create_scheduler_v2`` by name get the wrapped one too."""
+def wrap_scheduler_factory() -> None:
+    """Put the wrapped ``create_scheduler_v2`` wherever timm's own stands, also in a script that already imported it."""
+    here = sys.modules[__name__]
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("create_scheduler_v2") is create_scheduler_v2 and module is not _here:
-            setattr(module, "create_scheduler_v2", _create_scheduler_v2)
+        if module is not here and getattr(module, "__dict__", {}).get("create_scheduler_v2") is create_scheduler_v2:
+            module.create_scheduler_v2 = _create_scheduler_v2  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Put the hooks in place; done once, when timm_moe is imported."""
+    wrap_scheduler_factory()
     register_optimizer_step_pre_hook(_require_averaging)
-
-
-_here = sys.modules[__name__]

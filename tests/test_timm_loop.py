@@ -1,0 +1,177 @@
+"""The public timm objects in the order in which train.py uses them, with nothing of ours called by name."""
+
+import argparse
+import copy
+import importlib
+import logging
+import sys
+
+import pytest
+import timm
+import timm.scheduler
+import torch
+from conftest import SMALL_VIT
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask
+from timm.utils import CheckpointSaver, ModelEmaV3
+from torch import nn
+
+import timm_moe
+from timm_moe import ExpertWeightAveraging
+from timm_moe.callbacks.export import export_dense
+
+UPDATES_PER_EPOCH = 3
+EPOCHS = 2
+
+
+class Training:
+    """train.py in small: create, resume, schedule, train by epochs, save."""
+
+    def __init__(self, folder, resume=None, no_resume_opt=False, sched="cosine", start_epoch=None, opt="adamw", **kwargs):
+        torch.manual_seed(0)
+        self.args = argparse.Namespace(
+            model="vit_tiny_ewa_moe",
+            num_classes=SMALL_VIT["num_classes"],
+            model_kwargs={**{k: v for k, v in SMALL_VIT.items() if k != "num_classes"}, **kwargs},
+            img_size=32,
+        )
+        self.model = timm.create_model(self.args.model, num_classes=self.args.num_classes, **self.args.model_kwargs)
+        self.task = ClassificationTask(self.model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+        self.optimizer = create_optimizer_v2(self.model, opt=opt, lr=1e-3, weight_decay=0.05)
+        resume_epoch = None
+        if resume:
+            resume_epoch = timm.models.resume_checkpoint(
+                self.model, resume, optimizer=None if no_resume_opt else self.optimizer, log_info=False
+            )
+        self.ema = ModelEmaV3(self.model, decay=0.9)
+        self.saver = CheckpointSaver(
+            self.model, self.optimizer, args=self.args, model_ema=self.ema, checkpoint_dir=str(folder), recovery_dir=str(folder)
+        )
+        self.scheduler, self.epochs = timm.scheduler.create_scheduler_v2(
+            self.optimizer, sched=sched, num_epochs=EPOCHS, warmup_epochs=0, updates_per_epoch=UPDATES_PER_EPOCH
+        )
+        self.start_epoch = start_epoch if start_epoch is not None else resume_epoch or 0
+        if self.scheduler is not None and self.start_epoch > 0:
+            self.scheduler.step(self.start_epoch)
+        self.averaging = ExpertWeightAveraging.of(self.optimizer)
+        self.rates = []
+
+    def run(self, epochs=None):
+        for epoch in range(self.start_epoch, epochs or self.epochs):
+            self.model.train()
+            for batch in range(UPDATES_PER_EPOCH):
+                torch.manual_seed(100 * epoch + batch)
+                result = self.task(torch.randn(4, 3, 32, 32), torch.randint(5, (4,)))
+                self.optimizer.zero_grad()
+                result["loss"].backward()
+                self.optimizer.step()
+                self.ema.update(self.model)
+                self.rates.append(round(self.averaging.share_rate, 6))
+                if self.scheduler is not None:
+                    self.scheduler.step_update(epoch * UPDATES_PER_EPOCH + batch + 1)
+            self.saver.save_checkpoint(epoch, metric=epoch)
+            if self.scheduler is not None:
+                self.scheduler.step(epoch + 1)
+        return self
+
+
+FULL_RUN = [0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
+
+
+def test_experts_are_averaged_after_every_update_without_a_word(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        training = Training(tmp_path).run()
+    assert training.rates == FULL_RUN
+    assert [record.message for record in caplog.records if "EWA" in record.message] == [
+        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, schedule linear, over 6 updates."
+    ]
+
+
+@pytest.mark.parametrize("sched", ["cosine", "none", "step", "plateau"])
+def test_resume_goes_on_bit_for_bit(tmp_path, sched):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    whole = Training(tmp_path / "a", sched=sched).run()
+    Training(tmp_path / "b", sched=sched).run(epochs=1)
+    resumed = Training(tmp_path / "b", resume=str(tmp_path / "b/last.pth.tar"), sched=sched).run()
+    assert resumed.rates == FULL_RUN[3:]
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_no_resume_opt_takes_the_place_in_the_schedule_from_the_epoch(tmp_path, caplog):
+    Training(tmp_path).run(epochs=1)
+    with caplog.at_level(logging.INFO):
+        resumed = Training(tmp_path, resume=str(tmp_path / "last.pth.tar"), no_resume_opt=True).run()
+    assert resumed.rates == FULL_RUN[3:]
+    assert "EWA: the share rate continues after update 3 of 6." in caplog.messages
+
+
+def test_start_epoch(tmp_path):
+    assert Training(tmp_path, start_epoch=1).run().rates == FULL_RUN[3:]
+
+
+def test_without_scheduler_nor_optimizer_state_the_schedule_starts_over(tmp_path, caplog):
+    Training(tmp_path, sched="none").run(epochs=1)
+    with caplog.at_level(logging.INFO):
+        resumed = Training(tmp_path, resume=str(tmp_path / "last.pth.tar"), no_resume_opt=True, sched="none").run()
+    assert resumed.rates == FULL_RUN[:3]
+    assert not any("continues" in message or "continuing" in message for message in caplog.messages)
+
+
+def test_options_of_the_model_reach_the_averaging(tmp_path):
+    assert Training(tmp_path, share_rate=0.5, share_schedule="early").run().rates == [0.5, 0.5, 0, 0, 0, 0]
+
+
+def test_share_rate_0_means_no_averaging(tmp_path):
+    training = Training(tmp_path, share_rate=0)
+    assert training.averaging is None
+
+
+def test_names_bound_before_the_plugin_came_are_replaced(monkeypatch):
+    """``--device-modules timm_moe`` imports it after train.py has bound its names."""
+    hooks = importlib.import_module("timm_moe.callbacks.timm_hooks")
+    script = type(timm)("train_script")
+    script.create_scheduler_v2 = hooks.create_scheduler_v2  # timm's own
+    monkeypatch.setitem(sys.modules, "train_script", script)
+    hooks.wrap_scheduler_factory()
+    assert script.create_scheduler_v2 is timm.scheduler.create_scheduler_v2
+    assert script.create_scheduler_v2 is not hooks.create_scheduler_v2
+
+
+def test_a_dense_model_is_left_alone(dense_vit):
+    optimizer = create_optimizer_v2(dense_vit, opt="adamw", lr=1e-3)
+    scheduler, epochs = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=5, updates_per_epoch=2)
+    assert epochs == 5
+    assert ExpertWeightAveraging.of(optimizer) is None
+    assert not optimizer._optimizer_step_post_hooks
+    assert "step" not in vars(scheduler)
+
+
+def test_the_older_factory_and_a_deep_copied_model(ewa_vit):
+    model = copy.deepcopy(ewa_vit)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
+    args = argparse.Namespace(sched="cosine", epochs=5)
+    timm.scheduler.create_scheduler(args, optimizer, updates_per_epoch=7)
+    assert ExpertWeightAveraging.of(optimizer).total_updates == 35
+
+
+def test_cooldown_and_cycles_count_into_the_whole_run(ewa_vit):
+    optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.1)
+    _, epochs = timm.scheduler.create_scheduler_v2(
+        optimizer, num_epochs=5, cooldown_epochs=2, warmup_epochs=1, warmup_prefix=True, updates_per_epoch=7
+    )
+    assert epochs == 8
+    assert ExpertWeightAveraging.of(optimizer).total_updates == 56
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_the_saved_checkpoint_is_exported(tmp_path, use_ema):
+    (tmp_path / "run").mkdir()
+    training = Training(tmp_path / "run").run()
+    export = export_dense(tmp_path / "run/model_best.pth.tar", tmp_path / "dense", use_ema=use_ema)
+    stock = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
+    source = (training.ema.module if use_ema else training.model).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(stock(x), source(x))
+    assert not timm_moe.moe_layers(stock)
