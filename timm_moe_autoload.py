@@ -1,7 +1,8 @@
 """Lets timm's own scripts find timm_moe: imports it as soon as timm's models are there.
 
-torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``). It must be quick, never
-raise, and import nothing of the package: it only waits for ``timm.models``. Set ``TIMM_MOE_AUTOLOAD=0`` to switch it off.
+torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``). It must be quick,
+never raise, and import nothing of the package: it only waits for ``timm.models``. ``TIMM_MOE_AUTOLOAD=0`` switches it
+off.
 """
 
 import importlib

@@ -116,7 +116,9 @@ def averaged(model, opt="adamw", rate=0.75, schedule="constant", total_updates=1
     return optimizer, ExpertWeightAveraging(model, optimizer, rate, schedule, total_updates=total_updates)
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd", "lamb", "lion", "muon", "lookahead_adamw", "lookahead_sgd", "adafactor"])
+@pytest.mark.parametrize(
+    "opt", ["adamw", "sgd", "lamb", "lion", "muon", "lookahead_adamw", "lookahead_sgd", "adafactor"]
+)
 def test_follows_every_step_of_every_optimizer(ewa_vit, opt):
     optimizer, averaging = averaged(ewa_vit, opt)
     for step in range(7):  # Lookahead's slow update comes at the sixth
@@ -249,7 +251,7 @@ def test_is_dropped_with_its_optimizer(ewa_vit):
 def test_experts_that_nothing_averages_stop_the_first_step(ewa_vit):
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     before = copy.deepcopy(ewa_vit.state_dict())
-    with pytest.raises(RuntimeError, match="trains experts that nothing averages.*ExpertWeightAveraging"):
+    with pytest.raises(RuntimeError, match=r"trains experts that nothing averages.*ExpertWeightAveraging"):
         train_step(ewa_vit, optimizer, 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in ewa_vit.state_dict().items())
     control = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)

@@ -81,7 +81,9 @@ def dense_file(dense_vit, tmp_path):
 
 
 def pretrained_overlay(file, **kwargs):
-    return timm.create_model("vit_tiny_ewa_moe", pretrained=True, pretrained_cfg_overlay=dict(file=file, **kwargs), **SMALL_VIT)
+    return timm.create_model(
+        "vit_tiny_ewa_moe", pretrained=True, pretrained_cfg_overlay=dict(file=file, **kwargs), **SMALL_VIT
+    )
 
 
 def assert_upcycled(model, dense, images):

@@ -27,7 +27,9 @@ EPOCHS = 2
 class Training:
     """train.py in small: create, resume, schedule, train by epochs, save."""
 
-    def __init__(self, folder, resume=None, no_resume_opt=False, sched="cosine", start_epoch=None, opt="adamw", **kwargs):
+    def __init__(
+        self, folder, resume=None, no_resume_opt=False, sched="cosine", start_epoch=None, opt="adamw", **kwargs
+    ):
         torch.manual_seed(0)
         self.args = argparse.Namespace(
             model="vit_tiny_ewa_moe",
@@ -45,7 +47,12 @@ class Training:
             )
         self.ema = ModelEmaV3(self.model, decay=0.9)
         self.saver = CheckpointSaver(
-            self.model, self.optimizer, args=self.args, model_ema=self.ema, checkpoint_dir=str(folder), recovery_dir=str(folder)
+            self.model,
+            self.optimizer,
+            args=self.args,
+            model_ema=self.ema,
+            checkpoint_dir=str(folder),
+            recovery_dir=str(folder),
         )
         self.scheduler, self.epochs = timm.scheduler.create_scheduler_v2(
             self.optimizer, sched=sched, num_epochs=EPOCHS, warmup_epochs=0, updates_per_epoch=UPDATES_PER_EPOCH
@@ -83,7 +90,8 @@ def test_experts_are_averaged_after_every_update_without_a_word(tmp_path, caplog
         training = Training(tmp_path).run()
     assert training.rates == FULL_RUN
     assert [record.message for record in caplog.records if "EWA" in record.message] == [
-        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, schedule linear, over 6 updates."
+        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, schedule linear, "
+        "over 6 updates."
     ]
 
 

@@ -3,12 +3,14 @@
 from . import models
 from .callbacks import timm_hooks
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
+from .callbacks.export import export_dense
 from .convert import convert_to_moe, moe_layers, to_dense
 
 __all__ = [
     "ExpertWeightAveraging",
     "average_experts_",
     "convert_to_moe",
+    "export_dense",
     "models",
     "moe_layers",
     "to_dense",

@@ -30,19 +30,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="train a small dense ViT and its EWA counterpart on digits, export, compare")
-    demo.add_argument("--output", default="timm-moe-demo", metavar="DIR", help="folder for results (default: %(default)s)")
+    demo = commands.add_parser(
+        "demo", help="train a small dense ViT and its EWA counterpart on digits, export, compare"
+    )
+    demo.add_argument(
+        "--output", default="timm-moe-demo", metavar="DIR", help="folder for results (default: %(default)s)"
+    )
     demo.add_argument("--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)")
     demo.set_defaults(command=_demo)
 
     export = commands.add_parser("export", help="write the dense model of a checkpoint for plain timm")
-    export.add_argument("source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name")
+    export.add_argument(
+        "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
+    )
     export.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
     export.add_argument("--method", default="average", help="how the experts become one network (default: %(default)s)")
     export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
-    export.add_argument("--model", metavar="NAME", help="model of a file that does not name it (train.py's checkpoints do)")
+    export.add_argument(
+        "--model", metavar="NAME", help="model of a file that does not name it (train.py's checkpoints do)"
+    )
     export.add_argument("--num-classes", type=int, metavar="N", help="its number of classes")
-    export.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="its options")
+    export.add_argument(
+        "--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="its options"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
     export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
     export.set_defaults(command=_export)
@@ -55,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show the parameters, cost and expert layers of a model")
     info.add_argument("model", metavar="MODEL", help="registered name")
     info.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
-    info.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="model options")
+    info.add_argument(
+        "--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="model options"
+    )
     info.set_defaults(command=_info)
     return parser
 

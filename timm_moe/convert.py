@@ -43,7 +43,7 @@ def convert_to_moe(
             ``"1,3,5"`` or as integers.
         router: ``"random"``, the random partition of EWA.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
-            ``"independent"`` draws each expert anew from the distribution of its initial weights (for training from scratch).
+            ``"independent"`` draws them anew at the scale of the initial weights (for training from scratch).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E].
         share_schedule: its course over training: ``"linear"``, ``"constant"``, ``"early"`` or ``"late"``.
         eval_mode: ``"average"`` evaluates the mean of the experts, which is what is exported; ``"partition"``
@@ -130,10 +130,12 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
         rule, _, number = moe_layers.rpartition("-")
         if rule in ("every", "last", "tail") and number.isdecimal():
             return _blocks_by_rule(rule, int(number), depth)
-        blocks = [int(part) if part.strip().isdecimal() else part for part in moe_layers.split(",")]
+        parts: list[Any] = list(moe_layers.split(","))
+        blocks = [int(part) for part in parts if part.strip().isdecimal()]
     else:
-        blocks = [moe_layers] if isinstance(moe_layers, int) else list(moe_layers)
-    if not blocks or not all(type(block) is int for block in blocks):
+        parts = [moe_layers] if isinstance(moe_layers, int) else list(moe_layers)
+        blocks = [part for part in parts if type(part) is int]
+    if not parts or len(blocks) < len(parts):
         raise ValueError(
             f"moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers such as '1,3,5', got {moe_layers!r}."
         )
@@ -155,5 +157,17 @@ def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
         blocks = blocks[-number:]
     if not enough:
         odd = "odd " if rule == "last" else ""
-        raise ValueError(f"moe_layers='{rule}-{number}': n must lie between 1 and {available}, the model's {odd}blocks.")
+        raise ValueError(
+            f"moe_layers='{rule}-{number}': n must lie between 1 and {available}, the model's {odd}blocks."
+        )
     return list(blocks)
+
+
+def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:
+    """The config that timm keeps on a model: where its weights came from, input size, preprocessing."""
+    return dict(model.pretrained_cfg)  # type: ignore[arg-type]
+
+
+def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:
+    """Replace that config, under both of its names."""
+    model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]

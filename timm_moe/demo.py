@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,10 +25,12 @@ from .callbacks.ewa import ExpertWeightAveraging
 from .callbacks.export import export_dense
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend has to be chosen first)
+from matplotlib import pyplot as plt
 
 BATCH_SIZE = 64
-SMALL_VIT = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+SMALL_VIT: dict[str, Any] = dict(
+    img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2
+)
 
 #: Run in a process of its own, which must never have seen timm_moe.
 RELOAD = """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .convert import ffn_paths, moe_layers, to_dense
+from .convert import ffn_paths, get_pretrained_cfg, moe_layers, to_dense
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
 
 
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
-    """(channels, height, width) of the images that a timm model takes as it is now, whatever its pretrained config says."""
-    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    """(channels, height, width) of the images that a timm model takes, whatever its pretrained config says."""
+    cfg = get_pretrained_cfg(model)
     channels, *size = cfg["input_size"]
     first_conv = cfg.get("first_conv")
     if isinstance(first_conv, str):

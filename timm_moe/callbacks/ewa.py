@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class ExpertWeightAveraging:
             1, or an optimizer that trains none of the model's expert layers or has its averaging already.
     """
 
-    _alive: "weakref.WeakSet[ExpertWeightAveraging]" = weakref.WeakSet()
+    _alive: ClassVar["weakref.WeakSet[ExpertWeightAveraging]"] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -204,7 +204,8 @@ def _rate_function(
         return partial(_checked_rate, schedule, layer.num_experts)
     rate = layer.share_rate if share_rate is None else share_rate
     check_share_rate(rate, layer.num_experts)
-    return partial(get_schedule(layer.share_schedule if schedule is None else schedule), share_rate=rate)
+    named = get_schedule(layer.share_schedule if schedule is None else schedule)
+    return lambda progress: named(progress, rate)
 
 
 def _checked_rate(schedule: Callable[[float], float], num_experts: int, progress: float) -> float:
@@ -215,4 +216,8 @@ def _checked_rate(schedule: Callable[[float], float], num_experts: int, progress
 
 def is_primary() -> bool:
     """Whether this process is the one that logs."""
-    return not torch.distributed.is_available() or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    return (
+        not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+        or torch.distributed.get_rank() == 0
+    )

@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert import to_dense
+from ..convert import get_pretrained_cfg, set_pretrained_cfg, to_dense
 from ..info import model_input_size
 from .source import ModelSpec, load_source
 
@@ -53,7 +53,7 @@ def export_dense(
     overwrite: bool = False,
     allow_nonfinite: bool = False,
 ) -> Export:
-    """Write the dense form of an expert model so that plain timm loads it: ``create_model("local-dir:DIR", pretrained=True)``.
+    """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
 
     What was written is loaded again with stock timm and compared with the source on random images before the folder
     appears under its name; if anything fails before, nothing is left behind.
@@ -87,7 +87,7 @@ def export_dense(
         difference = _largest_difference(model, stock)
         _publish(folder, target)
     parameters = sum(parameter.numel() for parameter in stock.parameters())
-    return Export(target, stock.pretrained_cfg["architecture"], parameters, difference)
+    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters, difference)
 
 
 def check_target(output_dir: str | Path, overwrite: bool) -> Path:
@@ -97,26 +97,30 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     target = Path(output_dir)
     if not target.absolute().parent.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {target.parent} to make {target.name} in; the output is a local folder, not a repository."
+            f"There is no folder {target.parent} to make {target.name} in; "
+            "the output is a local folder, not a repository."
         )
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; the output must be a folder.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model.")
+        raise FileExistsError(
+            f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model."
+        )
     return target
 
 
 def _require_finite(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same.")
+            raise ValueError(
+                f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
+            )
 
 
 def _describe_input(model: nn.Module) -> None:
     """State the model's own input size and classes in the config that is saved with it."""
-    cfg: dict[str, Any] = dict(model.pretrained_cfg)  # type: ignore[arg-type]
-    cfg.update(input_size=model_input_size(model), num_classes=model.num_classes, custom_load=False)
-    model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]
+    current = {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
+    set_pretrained_cfg(model, {**get_pretrained_cfg(model), **current})
 
 
 @contextmanager
@@ -153,14 +157,16 @@ def _load_stock(folder: Path) -> nn.Module:
 def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
     reference = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, *stock.pretrained_cfg["input_size"], generator=generator)
+    images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator)
     expected = model.eval()(images.to(reference.device, reference.dtype)).cpu()
     actual = stock.to(reference.dtype)(images.to(reference.dtype))
     if _equal_with_nan(expected, actual):
         return 0.0
     difference = (expected - actual).abs().max().item()
     if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
-        raise ValueError(f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written.")
+        raise ValueError(
+            f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written."
+        )
     return difference
 
 

@@ -14,6 +14,8 @@ from timm.data import resolve_data_config
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
+from ..convert import get_pretrained_cfg, set_pretrained_cfg
+
 #: Folders and repositories as timm's model names state them.
 _NAME_PREFIXES = ("local-dir:", "hf-hub:")
 
@@ -78,7 +80,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         raise ValueError(f"The weights in {path} do not fit {name}: {problem}") from error
     if train_args:
         preprocessing = resolve_data_config(train_args, model=model)
-        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **preprocessing}
+        set_pretrained_cfg(model, {**get_pretrained_cfg(model), **preprocessing})
     return model.eval()
 
 

@@ -61,13 +61,14 @@ def _start_where_scheduler_starts(averaging: ExpertWeightAveraging, lr_scheduler
 
 def _require_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse to train random partitions that nothing averages: their mean would be a bad model, silently."""
-    if ExpertWeightAveraging.of(optimizer) is None:
-        if any(layer.share_rate for layer in trained_layers(optimizer, MoeMlp.alive)):
-            raise RuntimeError(
-                "This optimizer trains experts that nothing averages: make a timm_moe.ExpertWeightAveraging(model, "
-                "optimizer, total_updates=...), or pass updates_per_epoch to timm's create_scheduler_v2, or create "
-                "the model with share_rate=0 to train without averaging."
-            )
+    if ExpertWeightAveraging.of(optimizer):
+        return
+    if any(layer.share_rate for layer in trained_layers(optimizer, MoeMlp.alive)):
+        raise RuntimeError(
+            "This optimizer trains experts that nothing averages: make a timm_moe.ExpertWeightAveraging(model, "
+            "optimizer, total_updates=...), or pass updates_per_epoch to timm's create_scheduler_v2, or create "
+            "the model with share_rate=0 to train without averaging."
+        )
 
 
 def wrap_scheduler_factory() -> None:

@@ -55,6 +55,8 @@ class Experts(Stacked):
         ValueError: if ``num_experts`` is below 1, ``init`` is unknown or ``ffn`` has buffers.
     """
 
+    _ffn: nn.Module
+
     def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same"):
         super().__init__(num_experts)
         if num_experts < 1:

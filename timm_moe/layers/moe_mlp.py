@@ -1,6 +1,7 @@
 """The expert layer that takes the place of a transformer block's feed-forward network."""
 
 import weakref
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ class MoeMlp(Experts):
 
     EVAL_MODES = ("average", "partition")
     #: Every layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
-    alive: "weakref.WeakSet[MoeMlp]" = weakref.WeakSet()
+    alive: ClassVar["weakref.WeakSet[MoeMlp]"] = weakref.WeakSet()
 
     def __init__(
         self,

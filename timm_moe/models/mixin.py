@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe
+from ..convert import convert_to_moe, get_pretrained_cfg, set_pretrained_cfg
 
 #: Options of the registered models: those of ``convert_to_moe``.
 MOE_OPTIONS = tuple(inspect.signature(convert_to_moe).parameters)[1:]
@@ -33,16 +33,16 @@ class MoeMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         options = {name: kwargs.pop(name) for name in MOE_OPTIONS if name in kwargs}
         super().__init__(*args, **kwargs)
-        # Without pretrained weights the experts start apart, as in the paper; loading a dense checkpoint sets them equal.
+        # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
 
-    def restore_stock_class(self) -> None:
+    def restore_stock_class(self: Any) -> None:
         """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""
         architecture, args = self.dense_architecture, self.dense_args
         del self.dense_architecture, self.dense_args
-        self.pretrained_cfg = self.default_cfg = {**self.pretrained_cfg, "architecture": architecture}
+        set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
         self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
-        self.__class__ = self.stock_class  # type: ignore[assignment]
+        self.__class__ = self.stock_class
 
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""The command line: what it prints, and one sentence instead of a traceback."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import SMALL_VIT_KWARGS
+from safetensors.torch import save_file
+
+from timm_moe.cli import main
+
+
+def test_list(capsys):
+    assert main(["list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {
+        "vit_tiny_ewa_moe",
+        "vit_small_ewa_moe",
+        "vit_base_ewa_moe",
+        "vit_large_ewa_moe",
+        "vit_xtiny_ewa_moe",
+    } <= set(names)
+    assert "vit_small_patch16_224" not in names
+    main(["list", "*small*", "--pretrained"])
+    assert "vit_small_ewa_moe.augreg_in21k_ft_in1k" in capsys.readouterr().out.split()
+
+
+def test_info(capsys):
+    assert main(["info", "vit_small_ewa_moe"]) == 0
+    out = capsys.readouterr().out
+    assert "parameters, exported   22,050,664" in out  # SPEC B: ViT-S/16
+    assert "parameters, activated  22,050,664 per token" in out
+    assert "parameters, training   43,318,888" in out  # 6 layers x 3 more experts of 2DH + H + D
+    assert "4 in each of 6 layers, the model has 12 blocks" in out
+    assert "blocks.1.mlp, blocks.3.mlp" in out
+    assert "GMACs" in out
+
+
+def test_info_takes_options(capsys):
+    assert (
+        main(
+            ["info", "vit_small_ewa_moe", "--num-classes", "10", "--model-kwargs", "num_experts=8", "moe_layers=last-2"]
+        )
+        == 0
+    )
+    assert "8 in each of 2 layers" in capsys.readouterr().out
+
+
+def test_export(ewa_vit, tmp_path, capsys):
+    save_file(ewa_vit.state_dict(), tmp_path / "moe.safetensors")
+    arguments = ["export", str(tmp_path / "moe.safetensors"), str(tmp_path / "vit"), "--model", "vit_tiny_ewa_moe"]
+    assert main([*arguments, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]) == 0
+    out = capsys.readouterr().out
+    assert "Exported vit_tiny_patch16_224 with" in out
+    assert "differ from the expert model's by at most 0" in out
+    assert (tmp_path / "vit/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=odd"], "moe_layers must be 'every-n'"),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1,12"],
+            "names block 12, but the model has blocks 0 to 11",
+        ),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "num_experts=0"],
+            "num_experts must be an integer of at least 1",
+        ),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=0.9"], "share_rate must lie between 0 and"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "nonsense=1"], "nonsense"),
+        (["info", "vit_small_patch16_224"], "has no expert layers"),
+        (["info", "no_such_model"], "Unknown model (no_such_model)"),
+        (["export", "missing.pth", "out"], "missing.pth is neither a file nor a folder"),
+        (["export", "user/name", "out"], "a repository on the Hub is written hf-hub:user/name"),
+        (["export", "missing.pth", "user/name"], "There is no folder user"),
+        (["export", "missing.pth", "out", "--method", "best"], "neither a file"),
+    ],
+)
+def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("timm-moe: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_installed_command_and_its_help():
+    command = shutil.which("timm-moe", path=os.path.dirname(sys.executable))
+    assert command, "timm-moe is not installed beside this Python"
+    done = subprocess.run([command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert {"demo", "export", "list", "info"} <= set(done.stdout.split())
+
+
+def test_demo(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    assert main(["demo", "--output", str(tmp_path / "demo"), "--epochs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "500 of 500 predictions are the same, largest difference of an output 0" in out
+    assert "parameters after export            136,138       136,138" in out
+    assert (tmp_path / "demo/training.png").stat().st_size > 10_000
+    assert sorted(path.name for path in (tmp_path / "demo/exported").iterdir()) == ["config.json", "model.safetensors"]

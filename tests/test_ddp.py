@@ -1,0 +1,59 @@
+"""Two processes under DistributedDataParallel (gloo): experts stay equal on both ranks, every expert has a gradient."""
+
+import logging
+import os
+
+import pytest
+import timm
+import timm.scheduler
+import torch
+import torch.multiprocessing
+from conftest import SMALL_VIT
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask
+from torch import nn
+
+from timm_moe import ExpertWeightAveraging, moe_layers
+
+
+def worker(rank, folder, batch_size):
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("timm_moe").addHandler(handler)
+    logging.getLogger("timm_moe").setLevel(logging.INFO)
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant", **SMALL_VIT)
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2)
+    task.prepare_distributed(device_ids=None)
+    timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
+    torch.manual_seed(100 + rank)  # other images and other partitions on each rank
+    for _ in range(3):
+        for accumulated in range(2):
+            context = model.no_sync() if hasattr(model, "no_sync") and not accumulated else torch.enable_grad()
+            with context:
+                task(torch.randn(batch_size, 3, 32, 32), torch.randint(5, (batch_size,)))["loss"].backward()
+        optimizer.step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.zero_grad()
+    assert ExpertWeightAveraging.of(optimizer).updates == 3
+    assert sum("EWA" in record for record in records) == (rank == 0)
+    torch.save({"model": model.state_dict(), "layers": len(moe_layers(model))}, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_ranks_stay_identical(tmp_path, batch_size):
+    torch.multiprocessing.spawn(worker, (str(tmp_path), batch_size), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert first["layers"] == 2
+    for name, tensor in first["model"].items():
+        assert torch.equal(tensor, second["model"][name]), name
+    start = first["model"]["blocks.1.mlp.fc1.weight"]
+    assert not torch.equal(start[0], start[1])  # 0.6 leaves a fifth of each deviation
+    assert (start - start.mean(0)).abs().max() < 0.01

@@ -1,0 +1,272 @@
+"""Export: every source, stock timm as the judge, and nothing left behind when it fails."""
+
+import argparse
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import SMALL_VIT
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+
+import timm_moe
+from timm_moe.callbacks.source import ModelSpec
+
+OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
+SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
+
+STOCK = """
+import sys, numpy, timm, torch
+model = timm.create_model("local-dir:" + sys.argv[1], pretrained=True).eval()
+assert "timm_moe" not in sys.modules
+assert type(model) is timm.models.vision_transformer.VisionTransformer
+numpy.save(sys.argv[3], model(torch.from_numpy(numpy.load(sys.argv[2]))).detach().numpy())
+"""
+
+
+def stock_outputs(folder, images, tmp_path):
+    """Outputs of the exported model in a process without the plugin."""
+    np.save(tmp_path / "in.npy", images.numpy())
+    arguments = [str(folder), str(tmp_path / "in.npy"), str(tmp_path / "out.npy")]
+    env = {**os.environ, "TIMM_MOE_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", STOCK, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.from_numpy(np.load(tmp_path / "out.npy"))
+
+
+@pytest.fixture
+def checkpoint(ewa_vit, tmp_path):
+    """What train.py saves."""
+    args = argparse.Namespace(
+        model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS, img_size=32, mean=[0.1, 0.2, 0.3], crop_pct=0.5
+    )
+    ema = {name: tensor / 2 for name, tensor in ewa_vit.state_dict().items()}
+    state = {"epoch": 1, "arch": args.model, "args": args, "state_dict": ewa_vit.state_dict(), "state_dict_ema": ema}
+    torch.save(state, tmp_path / "model_best.pth.tar")
+    return tmp_path / "model_best.pth.tar"
+
+
+def test_live_model(ewa_vit, images, tmp_path):
+    export = timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert sorted(path.name for path in export.path.iterdir()) == ["config.json", "model.safetensors"]
+    assert export.architecture == "vit_tiny_patch16_224"
+    assert export.largest_difference == 0
+    assert export.parameters == sum(tensor.numel() for tensor in load_file(export.path / "model.safetensors").values())
+    assert torch.equal(stock_outputs(export.path, images, tmp_path), ewa_vit.eval()(images))
+    assert sorted(os.listdir(tmp_path)) == ["in.npy", "out.npy", "vit"]
+    assert oct((tmp_path / "vit").stat().st_mode)[-3:] == oct(0o777 & ~_umask())[-3:]
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_train_py_checkpoint_with_its_preprocessing(checkpoint, ewa_vit, images, tmp_path):
+    export = timm_moe.export_dense(checkpoint, tmp_path / "vit")
+    assert torch.equal(stock_outputs(export.path, images, tmp_path), ewa_vit.eval()(images))
+    config = json.loads((export.path / "config.json").read_text())
+    assert config["architecture"] == "vit_tiny_patch16_224"
+    assert config["num_classes"] == 5
+    assert not set(config["model_args"]) & {"num_experts", "share_rate"}
+    cfg = config["pretrained_cfg"]
+    assert (cfg["mean"], cfg["crop_pct"], cfg["input_size"]) == ([0.1, 0.2, 0.3], 0.5, [3, 32, 32])
+    assert not cfg.get("hf_hub_id")
+
+
+def test_ema_weights_on_request(checkpoint, ewa_vit, tmp_path):
+    plain = timm_moe.export_dense(checkpoint, tmp_path / "plain")
+    ema = timm_moe.export_dense(checkpoint, tmp_path / "ema", use_ema=True)
+    plain, ema = (load_file(export.path / "model.safetensors") for export in (plain, ema))
+    assert torch.equal(ema["patch_embed.proj.weight"], plain["patch_embed.proj.weight"] / 2)
+
+
+def test_safetensors_file_and_local_dir(ewa_vit, images, tmp_path):
+    save_file(ewa_vit.state_dict(), tmp_path / "moe.safetensors")
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    sources = {"file": (tmp_path / "moe.safetensors", SPEC), "folder": (tmp_path / "moe", None)}
+    sources["name"] = f"local-dir:{tmp_path}/moe", None
+    for name, (source, spec) in sources.items():
+        export = timm_moe.export_dense(source, tmp_path / name, spec=spec)
+        stock = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
+        assert torch.equal(stock(images), ewa_vit.eval()(images))
+
+
+def test_a_model_converted_in_memory(dense_vit, images, tmp_path):
+    model = timm_moe.convert_to_moe(dense_vit)
+    export = timm_moe.export_dense(model, tmp_path / "vit", model_args=OPTIONS)
+    assert torch.equal(stock_outputs(export.path, images, tmp_path), dense_vit(images))
+
+
+def test_wrapped_and_compiled_models(ewa_vit, tmp_path):
+    compiled = torch.compile(ewa_vit, backend="eager")
+    assert timm_moe.export_dense(compiled, tmp_path / "vit").largest_difference == 0
+
+
+def test_low_precision_and_other_inputs(tmp_path):
+    model = timm.create_model("vit_tiny_ewa_moe", **{**SMALL_VIT, "in_chans": 1, "img_size": 40, "global_pool": "avg"})
+    timm_moe.export_dense(model.bfloat16(), tmp_path / "vit")
+    config = json.loads((tmp_path / "vit/config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [1, 40, 40]
+    assert load_file(tmp_path / "vit/model.safetensors")["head.weight"].dtype == torch.bfloat16
+
+
+# --- bad input
+
+
+def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):
+    (tmp_path / "vit").mkdir()
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")  # an empty one is used
+    (tmp_path / "vit/notes.txt").write_text("mine")
+    before = (tmp_path / "vit/model.safetensors").read_bytes()
+    ewa_vit.head.bias.data += 1
+    with pytest.raises(FileExistsError, match="is not empty; pass --overwrite"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert (tmp_path / "vit/model.safetensors").read_bytes() == before
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=True)
+    assert (tmp_path / "vit/model.safetensors").read_bytes() != before
+    assert (tmp_path / "vit/notes.txt").read_text() == "mine"
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch it_ran",)
+
+
+def _write(path, content):
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pth", b"", "is damaged or not a checkpoint"),
+        ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
+        ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
+        ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),
+        ("a.pth", {"state_dict": Code()}, r"runs code when it is read \(.*system\), which is refused"),
+        ("a.pth", pickle.dumps(Code()), "runs code when it is read|is damaged or not a checkpoint"),
+        ("a.pth", [1, 2], "holds a list, not a checkpoint"),
+        ("a.pth", {"state_dict": 3}, "has no state dict of tensors"),
+        (
+            "a.pth",
+            {"state_dict": {"x": torch.zeros(1)}},
+            "does not say which model it belongs to: name it with --model",
+        ),
+    ],
+)
+def test_bad_files(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    file = _write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=message):
+        timm_moe.export_dense(file, tmp_path / "vit")
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+def test_truncated_files(checkpoint, ewa_vit, tmp_path, kind, kept):
+    file = tmp_path / f"cut.{kind}"
+    if kind == "safetensors":
+        save_file(ewa_vit.state_dict(), file)
+    else:
+        file.write_bytes(checkpoint.read_bytes())
+    os.truncate(file, int(file.stat().st_size * kept))
+    with pytest.raises(ValueError, match="is damaged or not a checkpoint"):
+        timm_moe.export_dense(file, tmp_path / "vit", spec=SPEC)
+
+
+def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
+    torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
+    for kwargs, message in [
+        ({"num_experts": 8}, "has 4 experts in blocks.1.mlp.fc1.weight, the model has 8"),
+        ({"moe_layers": "1"}, r"do not fit vit_tiny_ewa_moe: size mismatch for blocks.3.mlp.fc1.weight"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            timm_moe.export_dense(
+                tmp_path / "a.pth", tmp_path / "vit", spec=ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, **kwargs})
+            )
+    assert not (tmp_path / "vit").exists()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(ewa_vit, tmp_path, bad):
+    ewa_vit.blocks[1].mlp.fc1.weight.data[2, 0, 0] = bad
+    with pytest.raises(ValueError, match=r"blocks.1.mlp.fc1.weight holds NaN or Inf; pass --allow-nonfinite"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert not (tmp_path / "vit").exists()
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit", allow_nonfinite=True)
+    assert not load_file(tmp_path / "vit/model.safetensors")["blocks.1.mlp.fc1.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "error", "message"),
+    [
+        (
+            "user/name",
+            "vit",
+            FileNotFoundError,
+            "is neither a file nor a folder; a repository on the Hub is written hf-hub:",
+        ),
+        (None, "hf-hub:user/name", ValueError, "the output must be a local folder"),
+        (None, "user/name", FileNotFoundError, "There is no folder user .* local folder, not a repository"),
+        (None, "file", FileExistsError, "is a file; the output must be a folder"),
+        ("folder", "vit", FileNotFoundError, "has no config.json"),
+    ],
+)
+def test_names_that_do_not_fit(ewa_vit, tmp_path, monkeypatch, source, target, error, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(error, match=message):
+        timm_moe.export_dense(source or ewa_vit, target)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_a_dense_model_and_missing_ema(dense_vit, ewa_vit, tmp_path):
+    with pytest.raises(ValueError, match="has no expert layers"):
+        timm_moe.export_dense(dense_vit, tmp_path / "vit")
+    torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="has no EMA weights"):
+        timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit", spec=SPEC, use_ema=True)
+
+
+def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
+    ewa_vit.dense_args = {"num_classes": 5}
+    with pytest.raises(ValueError, match=r"Stock timm cannot load the exported weights.*model_args"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert os.listdir(tmp_path) == []
+
+
+def test_outputs_that_differ_stop_the_export(ewa_vit, tmp_path):
+    ewa_vit.head.register_forward_hook(lambda module, args, output: output + 1)  # not in the weights
+    with pytest.raises(ValueError, match=r"outputs differ from the source's by 1"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(ewa_vit, tmp_path):
+    """The process may write no file beyond 64 KiB, as if the disk ended there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    try:
+        with pytest.raises(OSError, match="could not be written"):
+            timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert os.listdir(tmp_path) == []

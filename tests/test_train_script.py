@@ -1,0 +1,145 @@
+"""timm's own train.py and validate.py, unmodified, on a folder of images.
+
+They are not in timm's wheel: set TIMM_SCRIPTS to a folder that holds copies of them (and is not a clone of timm, which
+Python would import instead of the installed one).
+"""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import timm_moe
+
+SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
+pytestmark = pytest.mark.skipif(
+    not SCRIPTS, reason="TIMM_SCRIPTS does not name a folder with timm's train.py and validate.py"
+)
+
+IMAGES_PER_CLASS = {"train": 24, "test": 13}
+XTINY = ["--model", "vit_xtiny_ewa_moe", "--num-classes", "3"]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """An ImageFolder of three classes that differ in color, with noise."""
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for split, number in IMAGES_PER_CLASS.items():
+        for label in range(3):
+            (folder / split / f"class{label}").mkdir(parents=True)
+            for index in range(number):
+                pixels = random.integers(0, 130, (32, 32, 3))
+                pixels[..., label] += 60
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / split / f"class{label}/{index}.png")
+    return folder
+
+
+def script(name, folder, *arguments, **env):
+    command = [sys.executable, str(Path(SCRIPTS, name)), *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def train(folder, images, *arguments, epochs=2, **env):
+    return script(
+        "train.py", folder, *arguments,
+        *("--data-dir", images, "--val-split", "test", "--epochs", epochs, "--warmup-epochs", 0),
+        *("-b", 12, "-j", 1, "--device", "cpu", "--opt", "adamw", "--lr", "2e-3", "--log-interval", 1), **env,
+    )  # fmt: skip
+
+
+def summary(folder):
+    with open(folder / "summary.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def top1(output):
+    return re.findall(r"\* Acc@1 ([\d.]+)", output)[-1]
+
+
+@pytest.fixture(scope="module")
+def run(images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(folder, images, *XTINY, "--experiment", "a")
+
+
+def test_trains_with_averaging_and_says_so_once(run):
+    folder, log = run
+    assert log.count("EWA") == 1
+    assert "EWA: averaging the 4 experts of 4 layers after every optimizer step, share rate 0.3, schedule linear" in log
+    checkpoint = torch.load(folder / "output/train/a/last.pth.tar", weights_only=False)
+    assert checkpoint["optimizer"]["param_groups"][0]["ewa_updates"] == 12
+
+
+def test_the_exported_model_scores_what_training_and_validation_measured(run, images, tmp_path):
+    folder, _ = run
+    checkpoint = folder / "output/train/a/last.pth.tar"
+    export = timm_moe.export_dense(checkpoint, tmp_path / "vit")
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    expert = script("validate.py", tmp_path, *XTINY, "--checkpoint", checkpoint, *common)
+    stock = script(
+        "validate.py", tmp_path, "--model", f"local-dir:{export.path}", "--pretrained", *common, TIMM_MOE_AUTOLOAD="0"
+    )
+    last = summary(folder / "output/train/a")[-1]
+    assert top1(expert) == top1(stock) == f"{float(last['eval_top1']):.3f}"
+    assert float(last["eval_top1"]) > 60  # three colors are easily told apart
+
+
+def test_resume_goes_on_where_it_stopped(run, images):
+    folder, _ = run
+    checkpoint = folder / "output/train/a/checkpoint-0.pth.tar"
+    log = train(folder, images, *XTINY, "--experiment", "b", "--resume", checkpoint)
+    assert "over 12 updates, continuing after update 6." in log
+    assert [row["epoch"] for row in summary(folder / "output/train/b")] == ["1"]
+    state = torch.load(folder / "output/train/b/last.pth.tar", weights_only=False)["optimizer"]
+    assert state["param_groups"][0]["ewa_updates"] == 12
+    log = train(folder, images, *XTINY, "--experiment", "c", "--resume", checkpoint, "--no-resume-opt")
+    assert "the share rate continues after update 6 of 12" in log
+    state = torch.load(folder / "output/train/c/last.pth.tar", weights_only=False)["optimizer"]
+    assert state["param_groups"][0]["ewa_updates"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sched", "step", "--decay-epochs", "100"], "over 6 updates."),
+        (["--grad-accum-steps", "4"], "over 2 updates."),
+        (["--opt", "lookahead_adamw", "--clip-grad", "1"], "over 6 updates."),
+        (["--model-ema", "--amp", "--amp-dtype", "bfloat16"], "over 6 updates."),
+        (
+            ["--model-kwargs", "share_rate=0.5", "share_schedule=early", "num_experts=3"],
+            "share rate 0.5, schedule early",
+        ),
+        (["--mixup", "0.8", "--cutmix", "1", "--bce-loss", "--sched-on-updates"], "over 6 updates."),
+    ],
+)
+def test_options_of_train_py(images, tmp_path, options, message):
+    log = train(tmp_path, images, *XTINY, *options, epochs=1)
+    assert log.count("EWA: averaging") == 1
+    assert message in log
+
+
+def test_device_modules_says_it_explicitly(images, tmp_path):
+    log = train(tmp_path, images, *XTINY, "--device-modules", "timm_moe", epochs=1, TIMM_MOE_AUTOLOAD="0")
+    assert log.count("EWA: averaging") == 1
+
+
+def test_upcycling_from_the_command_line(images, tmp_path):
+    """--pretrained-path and --initial-checkpoint take a dense checkpoint of the stock model."""
+    dense = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=3, img_size=32, patch_size=4, depth=9, num_heads=12, mlp_ratio=2
+    )
+    torch.save({"state_dict": dense.state_dict()}, tmp_path / "dense.pth")
+    for road in (["--pretrained", "--pretrained-path"], ["--initial-checkpoint"]):
+        log = train(tmp_path, images, *XTINY, *road, tmp_path / "dense.pth", epochs=1)
+        assert log.count("EWA: averaging") == 1
