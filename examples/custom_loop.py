@@ -1,0 +1,52 @@
+"""EWA in a training loop of your own: python examples/custom_loop.py DATA_DIR [EPOCHS [BATCH_SIZE]]
+
+DATA_DIR holds train/<class>/*.png and test/<class>/*.png, small images (CIFAR-100 for instance).
+"""
+
+import sys
+
+import timm
+import torch
+from timm.data import create_dataset, create_loader, resolve_model_data_config
+from torch import nn
+from tqdm import tqdm
+
+import timm_moe
+
+
+def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train_set = create_dataset("", root=data_dir, split="train", is_training=True)
+    test_set = create_dataset("", root=data_dir, split="test")
+    model = timm.create_model("vit_xtiny_ewa_moe", num_classes=len(train_set.reader.class_to_idx)).to(device)
+    config = resolve_model_data_config(model)
+    common = dict(batch_size=batch_size, num_workers=2, use_prefetcher=False, **config)
+    train_loader = create_loader(train_set, is_training=True, scale=(0.5, 1.0), **common)
+    test_loader = create_loader(test_set, **common)
+
+    total_updates = epochs * len(train_loader)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates)
+    # The one line that EWA needs. From here on each optimizer.step() is followed by an averaging of the experts.
+    averaging = timm_moe.ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=total_updates)
+
+    for epoch in range(epochs):
+        model.train()
+        progress = tqdm(train_loader, desc=f"epoch {epoch + 1}/{epochs}")
+        for images, labels in progress:
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            progress.set_postfix({"loss": f"{loss.item():.3f}", "share rate": f"{averaging.share_rate:.3f}"})
+        model.eval()  # evaluates the mean of the experts, which is what is exported
+        with torch.inference_mode():
+            correct = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in test_loader)
+        print(f"top-1 {100 * correct / len(test_set):.2f} %")
+
+    print(timm_moe.export_dense(model, "exported", overwrite=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

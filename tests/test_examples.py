@@ -1,0 +1,23 @@
+"""The examples run as their first line says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_custom_loop(tmp_path):
+    for split, label in [(split, label) for split in ("train", "test") for label in range(2)]:
+        (tmp_path / split / str(label)).mkdir(parents=True)
+        for index in range(8):
+            pixels = np.full((32, 32, 3), 255 * label, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / split / str(label) / f"{index}.png")
+    command = [sys.executable, str(EXAMPLES / "custom_loop.py"), str(tmp_path), "2", "8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "largest_difference=0.0" in done.stdout
+    assert (tmp_path / "exported/model.safetensors").is_file()
