@@ -55,7 +55,11 @@ def checkpoint(ewa_vit, tmp_path):
 
 
 def test_live_model(ewa_vit, images, tmp_path):
+    ewa_vit.train().blocks[0].eval()
     export = timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert ewa_vit.training
+    assert ewa_vit.blocks[1].mlp.training
+    assert not ewa_vit.blocks[0].training
     assert sorted(path.name for path in export.path.iterdir()) == ["config.json", "model.safetensors"]
     assert export.architecture == "vit_tiny_patch16_224"
     assert export.largest_difference == 0

@@ -1,6 +1,7 @@
 """The command ``timm-moe``."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from .info import model_info
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. An error that a user can mend is told in one sentence."""
     args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger(__package__).setLevel(logging.INFO)
     try:
         args.command(args)
     except (ValueError, OSError, RuntimeError, ImportError, TypeError) as error:

@@ -49,7 +49,8 @@ def max_share_rate(num_experts: int) -> float:
 def check_share_rate(share_rate: float, num_experts: int) -> None:
     """Raise ValueError unless 0 <= share_rate <= (E - 1) / E."""
     limit = max_share_rate(num_experts)
-    if not 0 <= share_rate <= limit:
+    if not isinstance(share_rate, (int, float)) or not 0 <= share_rate <= limit:
         raise ValueError(
-            f"share_rate must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, got {share_rate}."
+            f"share_rate must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, "
+            f"got {share_rate!r}."
         )

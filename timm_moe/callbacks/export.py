@@ -1,5 +1,6 @@
 """After training: the dense model as safetensors, in the layout that timm and the Hub read."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from ..convert import get_pretrained_cfg, set_pretrained_cfg, to_dense
 from ..info import model_input_size
 from .source import ModelSpec, load_source
+
+_logger = logging.getLogger(__name__)
 
 #: Largest difference of an output, relative to the largest output, that the check of an export lets pass.
 TOLERANCE = 1e-4
@@ -76,7 +79,10 @@ def export_dense(
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
+    if not isinstance(source, nn.Module):
+        _logger.info("Loading %s ...", source)
     model = unwrap_model(load_source(source, spec, use_ema))
+    _logger.info("Making one network of the experts and checking the result ...")
     dense = to_dense(model, method).eval()
     if not allow_nonfinite:
         _require_finite(dense)
@@ -157,9 +163,10 @@ def _load_stock(folder: Path) -> nn.Module:
 def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
     reference = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator)
-    expected = model.eval()(images.to(reference.device, reference.dtype)).cpu()
-    actual = stock.to(reference.dtype)(images.to(reference.dtype))
+    images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator).to(reference.dtype)
+    with _in_eval_mode(model):
+        expected = model(images.to(reference.device)).cpu()
+    actual = stock.to(reference.dtype)(images)
     if _equal_with_nan(expected, actual):
         return 0.0
     difference = (expected - actual).abs().max().item()
@@ -168,6 +175,17 @@ def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
             f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written."
         )
     return difference
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # parents come first, so each module ends in its own mode
+            module.train(training)
 
 
 def _equal_with_nan(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class ModelSpec:
 
 
 def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
-    """The model that a source holds, in eval mode and with the preprocessing it was trained with in its config.
+    """The model that a source holds, with the preprocessing it was trained with in its config.
 
     Args:
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and weights, as path or
@@ -50,14 +51,14 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
             asked for them, or does not fit its model.
     """
     if isinstance(source, nn.Module):
-        return source.eval()
+        return source
     if str(source).startswith(_NAME_PREFIXES):
-        return timm.create_model(str(source), pretrained=True).eval()
+        return timm.create_model(str(source), pretrained=True)
     path = Path(source)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"The folder {path} has no config.json, so it holds no timm model.")
-        return timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+        return timm.create_model(f"local-dir:{path}", pretrained=True)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
@@ -81,7 +82,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     if train_args:
         preprocessing = resolve_data_config(train_args, model=model)
         set_pretrained_cfg(model, {**get_pretrained_cfg(model), **preprocessing})
-    return model.eval()
+    return model
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -96,7 +97,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             return dict(load_file(path))
         # train.py stores its arguments as a Namespace; everything else must be plain data and tensors.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            # Mapped into memory, the optimizer's state in the file is never read.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         needed = _globals_needed(path)
         if needed:
