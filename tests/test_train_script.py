@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import timm_moe
 
@@ -24,15 +25,13 @@ pytestmark = pytest.mark.skipif(
     not SCRIPTS, reason="TIMM_SCRIPTS does not name a folder with timm's train.py and validate.py"
 )
 
-IMAGES_PER_CLASS = {"train": 24, "test": 13}
 XTINY = ["--model", "vit_xtiny_ewa_moe", "--num-classes", "3"]
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
+def image_folder(folder, images_per_class):
     """An ImageFolder of three classes that differ in color, with noise."""
-    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
-    for split, number in IMAGES_PER_CLASS.items():
+    random = np.random.default_rng(0)
+    for split, number in images_per_class.items():
         for label in range(3):
             (folder / split / f"class{label}").mkdir(parents=True)
             for index in range(number):
@@ -40,6 +39,11 @@ def images(tmp_path_factory):
                 pixels[..., label] += 60
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / split / f"class{label}/{index}.png")
     return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
 
 
 def script(name, folder, *arguments, **env):
@@ -143,3 +147,21 @@ def test_upcycling_from_the_command_line(images, tmp_path):
     for road in (["--pretrained", "--pretrained-path"], ["--initial-checkpoint"]):
         log = train(tmp_path, images, *XTINY, *road, tmp_path / "dense.pth", epochs=1)
         assert log.count("EWA: averaging") == 1
+
+
+def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path):
+    """The README's first command: weights come from the Hub's cache, since tests have no network."""
+    repo = tmp_path / "cache" / "models--timm--vit_small_patch16_224.augreg_in21k_ft_in1k"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    save_file(timm.create_model("vit_small_patch16_224").state_dict(), snapshot / "model.safetensors")
+    images = image_folder(tmp_path / "images", {"train": 3, "validation": 1})
+    short = ("--epochs", 1, "-b", 3, "-j", 1, "--device", "cpu")
+    hub = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    log = script(
+        "train.py", tmp_path, "--model", "vit_small_ewa_moe", "--data-dir", images, "--pretrained", *short, **hub
+    )
+    assert "Loading pretrained weights from Hugging Face hub" in log
+    assert log.count("EWA: averaging the 4 experts of 6 layers") == 1

@@ -118,10 +118,10 @@ def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor]) -> None:
+def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor], seed: int = 0) -> None:
     """Give every run the same batches, one step each in turn."""
     images, labels = train_set
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     progress = tqdm(total=runs[0].epochs * runs[0].steps_per_epoch, unit="step", desc="training")
     for epoch in range(runs[0].epochs):
         for run in runs:
@@ -132,7 +132,7 @@ def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Ten
                 run.step(images[batch], labels[batch])
             progress.update()
             progress.set_postfix(
-                {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs}
+                {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs[:2]}
                 | {"share rate": f"{runs[-1].share_rates[-1]:.3f}"},
                 refresh=False,
             )
