@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -151,6 +152,11 @@ def _save(dense: nn.Module, folder: Path, target: Path, model_args: dict[str, An
 def _load_stock(folder: Path) -> nn.Module:
     try:
         return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
+        raise RuntimeError(
+            f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
+            "timm 1.0.26 and later can."
+        ) from error
     except (RuntimeError, TypeError, AssertionError) as error:
         first_lines = " ".join(str(error).split())[:300]
         raise ValueError(
