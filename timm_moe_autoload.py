@@ -7,7 +7,6 @@ off.
 
 import importlib
 import importlib.abc
-import importlib.util
 import os
 import sys
 import warnings
@@ -21,13 +20,15 @@ class _ImportAfter(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != _TARGET:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_load(module):
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 _load()
 
             spec.loader.exec_module = execute_and_load
@@ -36,7 +37,8 @@ class _ImportAfter(importlib.abc.MetaPathFinder):
 
 def _load():
     try:
-        importlib.import_module("timm_moe")
+        if importlib.import_module("timm_moe").__file__ is None:
+            raise ImportError("its folder is empty")
     except Exception as error:
         warnings.warn(f"timm_moe could not be loaded, its models are missing: {error!r}", stacklevel=2)
 

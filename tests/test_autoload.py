@@ -66,9 +66,6 @@ def installation(tmp_path):
 DAMAGES = {
     "syntax error": lambda package: (package / "convert.py").write_text("def"),
     "module emptied": lambda package: (package / "convert.py").write_text(""),
-    "folder emptied": lambda package: (
-        [shutil.rmtree(package), package.mkdir()] and (package / "__init__.py").write_text("1/0")
-    ),
     "raises at import": lambda package: (package / "__init__.py").write_text("raise RuntimeError('broken')"),
 }
 
@@ -83,9 +80,34 @@ def test_a_broken_installation_breaks_neither_torch_nor_timm(installation, damag
     assert "timm_moe could not be loaded, its models are missing" in done.stderr
 
 
-def test_only_the_autoload_module_left(tmp_path):
+NO_PACKAGE = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "timm_moe":
+            raise ModuleNotFoundError("No module named 'timm_moe'")
+sys.meta_path.insert(0, Missing())
+import timm
+print(timm.is_model("vit_small_patch16_224"))
+"""
+
+
+def test_only_the_autoload_module_left():
     """The package's folder is gone, its entry point is not."""
-    shutil.copy(ROOT / "timm_moe_autoload.py", tmp_path)
-    code = "import sys\nsys.modules['timm_moe'] = None\nimport timm; print(timm.is_model('vit_small_patch16_224'))"
-    done = run(code, tmp_path)
+    done = run(NO_PACKAGE)
     assert (done.returncode, done.stdout) == (0, "True\n")
+    assert "timm_moe could not be loaded" in done.stderr
+
+
+def test_a_probe_for_timm_models_does_not_use_the_hook_up():
+    code = """
+import sys, torch, importlib.util
+for finder in list(sys.meta_path):
+    if type(finder).__name__ == "_ImportAfter":
+        finder.find_spec("timm.models")
+import timm
+assert timm.is_model("vit_small_ewa_moe")
+assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_ImportAfter"]
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr

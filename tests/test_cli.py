@@ -78,6 +78,13 @@ def test_export(ewa_vit, tmp_path, capsys):
         (["export", "user/name", "out"], "a repository on the Hub is written hf-hub:user/name"),
         (["export", "missing.pth", "user/name"], "There is no folder user"),
         (["export", "missing.pth", "out", "--method", "best"], "neither a file"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1.5"], "moe_layers must be 'every-n'"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "share_schedule=[1]"], "share_schedule must be one of"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=high"], "share_rate must lie between 0 and"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "num_heads=7"], "num_heads"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "patch_size=0"], "zero"),
+        (["info", "vit_small_ewa_moe", "--model-kwargs", "act_layer=nonsense"], "nonsense"),
+        (["demo", "--epochs", "0"], "epochs must be at least 1, got 0"),
     ],
 )
 def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
@@ -89,6 +96,16 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, messa
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["info", "vit_small_ewa_moe", "--model-kwargs", "foo"], ["export", "only-one"], []]
+)
+def test_usage_errors(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "timm-moe" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_installed_command_and_its_help():

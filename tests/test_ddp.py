@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -12,6 +13,7 @@ from conftest import SMALL_VIT
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from timm_moe import ExpertWeightAveraging, moe_layers
 
@@ -30,11 +32,12 @@ def worker(rank, folder, batch_size):
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2)
     task.prepare_distributed(device_ids=None)
+    wrapped = next(module for module in task.modules() if isinstance(module, DistributedDataParallel))
     timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     torch.manual_seed(100 + rank)  # other images and other partitions on each rank
     for _ in range(3):
         for accumulated in range(2):
-            context = model.no_sync() if hasattr(model, "no_sync") and not accumulated else torch.enable_grad()
+            context = wrapped.no_sync() if accumulated == 0 else nullcontext()
             with context:
                 task(torch.randn(batch_size, 3, 32, 32), torch.randint(5, (batch_size,)))["loss"].backward()
         optimizer.step()

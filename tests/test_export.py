@@ -66,7 +66,8 @@ def test_live_model(ewa_vit, images, tmp_path):
     assert export.parameters == sum(tensor.numel() for tensor in load_file(export.path / "model.safetensors").values())
     assert torch.equal(stock_outputs(export.path, images, tmp_path), ewa_vit.eval()(images))
     assert sorted(os.listdir(tmp_path)) == ["in.npy", "out.npy", "vit"]
-    assert oct((tmp_path / "vit").stat().st_mode)[-3:] == oct(0o777 & ~_umask())[-3:]
+    assert (tmp_path / "vit").stat().st_mode & 0o777 == 0o777 & ~_umask()
+    assert all(file.stat().st_mode & 0o777 == 0o666 & ~_umask() for file in (tmp_path / "vit").iterdir())
 
 
 def _umask():
@@ -124,7 +125,81 @@ def test_low_precision_and_other_inputs(tmp_path):
     assert load_file(tmp_path / "vit/model.safetensors")["head.weight"].dtype == torch.bfloat16
 
 
+def test_a_model_changed_after_its_creation(ewa_vit, tmp_path):
+    ewa_vit.reset_classifier(7)
+    ewa_vit.set_input_size(48)
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    config = json.loads((tmp_path / "vit/config.json").read_text())
+    assert (config["num_classes"], config["pretrained_cfg"]["input_size"]) == (7, [3, 48, 48])
+
+
+def test_dynamic_image_size_keeps_the_size_of_the_config(tmp_path):
+    model = timm.create_model("vit_tiny_ewa_moe", dynamic_img_size=True, **SMALL_VIT)
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 64, 64)}
+    timm_moe.export_dense(model, tmp_path / "vit")
+    config = json.loads((tmp_path / "vit/config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [3, 64, 64]
+
+
+def test_eval_mode_partition_is_for_analysis_and_exports_the_mean(tmp_path):
+    model = timm.create_model("vit_tiny_ewa_moe", eval_mode="partition", **SMALL_VIT)
+    assert timm_moe.export_dense(model, tmp_path / "vit").largest_difference == 0
+    assert model.blocks[1].mlp.eval_mode == "partition"
+
+
+def test_a_model_that_timm_did_not_make(tmp_path):
+    model = timm.models.vision_transformer.VisionTransformer(**SMALL_VIT)
+    with pytest.raises(ValueError, match=r"was not made by timm\.create_model"):
+        timm_moe.export_dense(timm_moe.convert_to_moe(model), tmp_path / "vit")
+
+
 # --- bad input
+
+
+DAMAGED_FOLDERS = {
+    "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 1000),
+    "weights empty": lambda folder: os.truncate(folder / "model.safetensors", 0),
+    "weights garbage": lambda folder: (folder / "model.safetensors").write_bytes(b"garbage" * 99),
+    "weights missing": lambda folder: (folder / "model.safetensors").unlink(),
+    "config garbage": lambda folder: (folder / "config.json").write_text("{"),
+    "config a list": lambda folder: (folder / "config.json").write_text("[]"),
+    "no architecture": lambda folder: _edit(folder, lambda config: config.pop("architecture")),
+    "architecture a number": lambda folder: _edit(folder, lambda config: config.update(architecture=3)),
+    "unknown architecture": lambda folder: _edit(folder, lambda config: config.update(architecture="vit_nonsense")),
+    "model_args a string": lambda folder: _edit(folder, lambda config: config.update(model_args="x")),
+    "hostile model_args": lambda folder: _edit(folder, lambda config: config["model_args"].update(num_heads=7)),
+}
+
+
+def _edit(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("damage", DAMAGED_FOLDERS)
+def test_damaged_folders(ewa_vit, tmp_path, damage):
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    DAMAGED_FOLDERS[damage](tmp_path / "moe")
+    with pytest.raises(ValueError, match=r"local-dir:.*moe cannot be created: \S+"):
+        timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
+    assert os.listdir(tmp_path) == ["moe"]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"args": argparse.Namespace(model=3)}, {"state_dict": {1: torch.zeros(1)}}, {"mean": [0.5, 0.5]}]
+)
+def test_damaged_checkpoints(checkpoint, tmp_path, damage):
+    content = torch.load(checkpoint, weights_only=False)
+    if "mean" in damage:
+        content["args"].mean = damage["mean"]
+    else:
+        content.update(damage)
+    torch.save(content, checkpoint)
+    with pytest.raises(
+        ValueError, match=r"does not say which model|no state dict of tensors|arguments of train.py .* damaged"
+    ):
+        timm_moe.export_dense(checkpoint, tmp_path / "vit")
 
 
 def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -182,6 +183,26 @@ def _mean_weight(layer):
     from timm_moe.gather import average
 
     return average(layer).fc1.weight
+
+
+def test_traces_for_torchscript():
+    layer = moe(8, 16).eval()
+    x = torch.randn(3, 8)
+    traced = torch.jit.trace(layer, torch.randn(5, 8))
+    assert torch.equal(traced(x), layer(x))
+
+
+def test_threads_and_plain_tensors_as_weights():
+    """What nn.DataParallel and torch.func do to a module."""
+    layer = moe(8, 16).eval()
+    x = torch.randn(50, 8)
+    expected = layer(x)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(y, expected) for y in pool.map(lambda _: layer(x), range(200)))
+    doubled = {name: 2 * parameter.detach() for name, parameter in layer.named_parameters()}
+    y = torch.func.functional_call(layer, doubled, (x,))
+    layer.load_state_dict(doubled)
+    assert torch.equal(y, layer(x))
 
 
 @pytest.mark.parametrize("training", [True, False])

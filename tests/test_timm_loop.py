@@ -4,6 +4,7 @@ import argparse
 import copy
 import importlib
 import logging
+import pickle
 import sys
 
 import pytest
@@ -131,9 +132,11 @@ def test_options_of_the_model_reach_the_averaging(tmp_path):
     assert Training(tmp_path, share_rate=0.5, share_schedule="early").run().rates == [0.5, 0.5, 0, 0, 0, 0]
 
 
-def test_share_rate_0_means_no_averaging(tmp_path):
-    training = Training(tmp_path, share_rate=0)
+def test_share_rate_0_means_no_averaging(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        training = Training(tmp_path, share_rate=0)
     assert training.averaging is None
+    assert "EWA: share_rate is 0, so the experts are trained without averaging." in caplog.messages
 
 
 def test_names_bound_before_the_plugin_came_are_replaced(monkeypatch):
@@ -147,13 +150,65 @@ def test_names_bound_before_the_plugin_came_are_replaced(monkeypatch):
     assert script.create_scheduler_v2 is not hooks.create_scheduler_v2
 
 
+@pytest.mark.parametrize("sched", ["cosine", "plateau"])
+def test_a_schedulers_state_is_saved_loaded_and_copied_as_ever(ewa_vit, dense_vit, sched):
+    schedulers = []
+    for model in (ewa_vit, copy.deepcopy(ewa_vit)):
+        optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
+        schedulers.append(
+            timm.scheduler.create_scheduler_v2(optimizer, sched=sched, num_epochs=5, updates_per_epoch=10)[0]
+        )
+    first, second = schedulers
+    if sched == "cosine":  # timm's own Plateau cannot be pickled
+        second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+        copy.deepcopy(second).step(3)
+    second.step(2)
+    assert ExpertWeightAveraging.of(first.optimizer).updates == 0
+    assert ExpertWeightAveraging.of(second.optimizer).updates == 20
+
+
+def test_first_steps_that_the_scaler_skips_are_not_counted(ewa_vit, caplog):
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=10)
+    averaging = ExpertWeightAveraging.of(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    with caplog.at_level(logging.INFO):
+        for update in range(9):
+            optimizer.zero_grad()
+            scaler.scale(ewa_vit(torch.randn(2, 3, 32, 32)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step_update(update + 1)
+    skipped = 9 - averaging.updates
+    assert 0 < skipped < 9
+    assert "continues" not in caplog.text
+    scheduler.step(1)
+    assert averaging.updates == 9 - skipped
+
+
+def test_a_second_scheduler_is_a_new_run(ewa_vit):
+    optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.1)
+    for epochs in (2, 20):  # nothing trained in between: the second one counts
+        timm.scheduler.create_scheduler_v2(optimizer, num_epochs=epochs, updates_per_epoch=2)
+    assert ExpertWeightAveraging.of(optimizer).total_updates == 40
+    ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+    optimizer.step()
+    assert ExpertWeightAveraging.of(optimizer).updates == 1
+    timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
+    averaging = ExpertWeightAveraging.of(optimizer)
+    assert (averaging.updates, averaging.total_updates) == (0, 6)
+    averaging.remove()
+    own = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=7)
+    timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
+    assert ExpertWeightAveraging.of(optimizer) is own
+
+
 def test_a_dense_model_is_left_alone(dense_vit):
     optimizer = create_optimizer_v2(dense_vit, opt="adamw", lr=1e-3)
-    scheduler, epochs = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=5, updates_per_epoch=2)
+    _, epochs = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=5, updates_per_epoch=2)
     assert epochs == 5
     assert ExpertWeightAveraging.of(optimizer) is None
     assert not optimizer._optimizer_step_post_hooks
-    assert "step" not in vars(scheduler)
 
 
 def test_the_older_factory_and_a_deep_copied_model(ewa_vit):

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from timm.models import model_entrypoint
 from timm.utils import ParseKwargs
 
 from .callbacks.export import export_dense
-from .callbacks.source import ModelSpec
+from .callbacks.source import ModelSpec, describe
 from .info import model_info
 
 
@@ -21,12 +22,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
         args.command(args)
-    except (ValueError, OSError, RuntimeError, ImportError, TypeError) as error:
-        print(f"timm-moe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, head for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+class _ModelKwargs(ParseKwargs):
+    """timm's KEY=VALUE options, with an error for anything else."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for value in values:
+            if "=" not in value:
+                parser.error(
+                    f"{option_string} takes KEY=VALUE pairs, which end its list at the next option: got {value!r}"
+                )
+        super().__call__(parser, namespace, values, option_string)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--num-classes", type=int, metavar="N", help="its number of classes")
     export.add_argument(
-        "--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="its options"
+        "--model-kwargs", nargs="*", default={}, action=_ModelKwargs, metavar="KEY=VALUE", help="its options"
     )
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
     export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
@@ -69,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("model", metavar="MODEL", help="registered name")
     info.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
     info.add_argument(
-        "--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE", help="model options"
+        "--model-kwargs", nargs="*", default={}, action=_ModelKwargs, metavar="KEY=VALUE", help="model options"
     )
     info.set_defaults(command=_info)
     return parser
@@ -108,7 +124,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    info = model_info(args.model, num_classes=args.num_classes, **args.model_kwargs)
+    info = model_info(args.model, **{"num_classes": args.num_classes, **args.model_kwargs})
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
         "experts": f"{info.num_experts} in each of {len(info.moe_layers)} layers, the model has {info.blocks} blocks",

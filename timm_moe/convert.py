@@ -133,7 +133,7 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
         parts: list[Any] = list(moe_layers.split(","))
         blocks = [int(part) for part in parts if part.strip().isdecimal()]
     else:
-        parts = [moe_layers] if isinstance(moe_layers, int) else list(moe_layers)
+        parts = list(moe_layers) if isinstance(moe_layers, Iterable) else [moe_layers]
         blocks = [part for part in parts if type(part) is int]
     if not parts or len(blocks) < len(parts):
         raise ValueError(

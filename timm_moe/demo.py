@@ -83,6 +83,8 @@ def run_demo(output: str, epochs: int) -> None:
         output: folder for the exported model and the plot.
         epochs: passes over the 1,297 training images.
     """
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}.")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     train_set, test_set = load_images()

@@ -75,7 +75,9 @@ def model_input_size(model: nn.Module) -> tuple[int, ...]:
     first_conv = cfg.get("first_conv")
     if isinstance(first_conv, str):
         channels = model.get_submodule(first_conv).in_channels
-    return (channels, *(getattr(getattr(model, "patch_embed", None), "img_size", None) or size))
+    if not getattr(model, "dynamic_img_size", False):
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return (channels, *size)
 
 
 def _parameters(module: nn.Module) -> int:

@@ -36,7 +36,7 @@ SCHEDULES: dict[str, Schedule] = {"linear": linear, "constant": constant, "early
 
 def get_schedule(name: str) -> Schedule:
     """The schedule of that name; ValueError if there is none."""
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
     return SCHEDULES[name]
 
@@ -46,11 +46,10 @@ def max_share_rate(num_experts: int) -> float:
     return (num_experts - 1) / num_experts
 
 
-def check_share_rate(share_rate: float, num_experts: int) -> None:
-    """Raise ValueError unless 0 <= share_rate <= (E - 1) / E."""
+def check_share_rate(share_rate: float, num_experts: int, name: str = "share_rate") -> None:
+    """Raise ValueError unless 0 <= share_rate <= (E - 1) / E; ``name`` is what the message calls it."""
     limit = max_share_rate(num_experts)
     if not isinstance(share_rate, (int, float)) or not 0 <= share_rate <= limit:
         raise ValueError(
-            f"share_rate must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, "
-            f"got {share_rate!r}."
+            f"{name} must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, got {share_rate!r}."
         )

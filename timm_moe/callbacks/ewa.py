@@ -59,19 +59,16 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
 
     Raises:
-        ValueError: unless 0 <= beta <= (E - 1) / E; nothing is averaged then.
+        ValueError: unless 0 <= beta <= (E - 1) / E, or if there are no expert layers; nothing is averaged then.
     """
     layers = moe_layers(model).values()
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no expert layers to average.")
     for layer in layers:
-        check_share_rate(beta, layer.num_experts)
+        check_share_rate(beta, layer.num_experts, "beta")
     for layer in layers:
-        average_layer_(layer, beta)
-
-
-def average_layer_(layer: MoeMlp, beta: float) -> None:
-    """Average the experts of one layer, in place."""
-    for _, stacked in layer.named_expert_parameters():
-        average_(stacked, beta)
+        for _, stacked in layer.named_expert_parameters():
+            average_(stacked, beta)
 
 
 class ExpertWeightAveraging:
@@ -95,6 +92,10 @@ class ExpertWeightAveraging:
     Raises:
         ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
             1, or an optimizer that trains none of the model's expert layers or has its averaging already.
+
+    Attributes:
+        share_rate: the rate of the last averaging, 0 before the first.
+        total_updates: as given.
     """
 
     _alive: ClassVar["weakref.WeakSet[ExpertWeightAveraging]"] = weakref.WeakSet()
@@ -111,22 +112,26 @@ class ExpertWeightAveraging:
         if total_updates < 1:
             raise ValueError(f"total_updates must be at least 1, got {total_updates}.")
         if self.of(optimizer) is not None:
-            raise ValueError("This optimizer already has its expert weight averaging.")
+            raise ValueError(
+                "This optimizer already has its expert weight averaging (timm's create_scheduler_v2 gives it one): "
+                "take that off first with ExpertWeightAveraging.of(optimizer).remove()."
+            )
         layers = trained_layers(optimizer, moe_layers(model).values())
         if not layers:
             raise ValueError(f"The optimizer trains no expert layer of this {type(model).__name__}.")
         self.total_updates = total_updates
-        self._rates = [(layer, _rate_function(layer, share_rate, schedule)) for layer in layers]
+        self.share_rate = 0.0  # of the last averaging, in the first layer
+        self._averaged = _rates_and_parameters(optimizer, layers, share_rate, schedule)
         self._optimizer = weakref.ref(optimizer)
         self._started = False
         optimizer.param_groups[0].setdefault(UPDATES, 0)
-        if not hasattr(optimizer.step, "hooked"):
+        if not (hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer.step, "hooked")):
             # timm's Lookahead skips Optimizer.__init__, which installs torch's step hooks; this does it as well.
             optimizer.__setstate__({})
         self._handle = optimizer.register_step_post_hook(self._after_step)
         self._alive.add(self)
         if is_primary():
-            _logger.info(self._describe(share_rate, schedule))
+            _logger.info(self._describe(layers, share_rate, schedule))
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
@@ -144,14 +149,14 @@ class ExpertWeightAveraging:
         return 0 if optimizer is None else optimizer.param_groups[0].get(UPDATES, 0)
 
     @property
-    def share_rate(self) -> float:
-        """The rate of the last averaging; 0 before the first."""
-        return self._rates[0][1](self._progress()) if self.updates else 0.0
+    def started(self) -> bool:
+        """Whether a step has been taken since this averaging was made."""
+        return self._started
 
     def seek(self, updates: int) -> None:
-        """Continue as after this many updates. Without effect once a step has been taken."""
+        """Continue as after this many updates, if no step has been taken and no count came with the optimizer."""
         optimizer = self._optimizer()
-        if optimizer is None or self._started or updates == self.updates:
+        if optimizer is None or self._started or self.updates or not updates:
             return
         optimizer.param_groups[0][UPDATES] = updates
         if is_primary():
@@ -168,14 +173,16 @@ class ExpertWeightAveraging:
             return
         self._started = True
         optimizer.param_groups[0][UPDATES] = self.updates + 1
-        for layer, rate in self._rates:
-            average_layer_(layer, rate(self._progress()))
+        progress = min(self.updates / self.total_updates, 1.0)
+        rates = [rate(progress) for rate, _ in self._averaged]
+        self.share_rate = rates[0]
+        for beta, (_, parameters) in zip(rates, self._averaged, strict=True):
+            for stacked in parameters:
+                average_(stacked, beta)
 
-    def _progress(self) -> float:
-        return min(self.updates / self.total_updates, 1.0)
-
-    def _describe(self, share_rate: float | None, schedule: str | Callable[[float], float] | None) -> str:
-        layers = [layer for layer, _ in self._rates]
+    def _describe(
+        self, layers: list[MoeMlp], share_rate: float | None, schedule: str | Callable[[float], float] | None
+    ) -> str:
         experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
         if callable(schedule):
             course = f"share rate by {getattr(schedule, '__name__', 'a function')}"
@@ -191,17 +198,34 @@ class ExpertWeightAveraging:
 
 def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
     """Those of the layers that have a parameter among the optimizer's."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = _parameter_ids(optimizer)
     return [layer for layer in layers if any(id(parameter) in trained for parameter in layer.parameters())]
 
 
-def _rate_function(
-    layer: MoeMlp, share_rate: float | None, schedule: str | Callable[[float], float] | None
-) -> Callable[[float], float]:
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _rates_and_parameters(
+    optimizer: Optimizer,
+    layers: list[MoeMlp],
+    share_rate: float | None,
+    schedule: str | Callable[[float], float] | None,
+) -> list[tuple[Callable[[float], float], list[nn.Parameter]]]:
+    """The functions from progress to rate, each with the stacked parameters that follow it."""
+    trained = _parameter_ids(optimizer)
+    parameters = {
+        layer: [stacked for _, stacked in layer.named_expert_parameters() if id(stacked) in trained] for layer in layers
+    }
     if callable(schedule):
         if share_rate is not None:
             raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
-        return partial(_checked_rate, schedule, layer.num_experts)
+        fewest = min(layer.num_experts for layer in layers)
+        return [(partial(_checked_rate, schedule, fewest), [p for layer in layers for p in parameters[layer]])]
+    return [(_named_rate(layer, share_rate, schedule), parameters[layer]) for layer in layers]
+
+
+def _named_rate(layer: MoeMlp, share_rate: float | None, schedule: str | None) -> Callable[[float], float]:
     rate = layer.share_rate if share_rate is None else share_rate
     check_share_rate(rate, layer.num_experts)
     named = get_schedule(layer.share_schedule if schedule is None else schedule)

@@ -18,9 +18,9 @@ from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert import get_pretrained_cfg, set_pretrained_cfg, to_dense
+from ..convert import get_pretrained_cfg, moe_layers, set_pretrained_cfg, to_dense
 from ..info import model_input_size
-from .source import ModelSpec, load_source
+from .source import ModelSpec, describe, load_source
 
 _logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ def export_dense(
     model = unwrap_model(load_source(source, spec, use_ema))
     _logger.info("Making one network of the experts and checking the result ...")
     dense = to_dense(model, method).eval()
+    if not hasattr(dense, "pretrained_cfg"):
+        raise ValueError(f"This {type(dense).__name__} was not made by timm.create_model, so timm could not load it.")
     if not allow_nonfinite:
         _require_finite(dense)
     _describe_input(dense)
@@ -102,6 +104,8 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     if str(output_dir).startswith(("hf-hub:", "local-dir:")):
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
     target = Path(output_dir)
+    if target.is_dir():
+        target = target.resolve() if target.is_symlink() or not target.name else target
     if not target.absolute().parent.is_dir():
         raise FileNotFoundError(
             f"There is no folder {target.parent} to make {target.name} in; "
@@ -143,6 +147,8 @@ def _save(dense: nn.Module, folder: Path, target: Path, model_args: dict[str, An
     args = {**getattr(dense, "_model_args", {}), **(model_args or {})}
     try:
         save_for_hf(dense, str(folder), model_args=args, safe_serialization=True)
+        # safetensors closes its files to other users; config.json has the mode that the user's umask asks for
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise OSError(f"{target} could not be written: {error}") from error
     except TypeError as error:  # json
@@ -157,11 +163,10 @@ def _load_stock(folder: Path) -> nn.Module:
             f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
             "timm 1.0.26 and later can."
         ) from error
-    except (RuntimeError, TypeError, AssertionError) as error:
-        first_lines = " ".join(str(error).split())[:300]
+    except Exception as error:
         raise ValueError(
             "Stock timm cannot load the exported weights; if the model was created with arguments of its own, state "
-            f"them in model_args. timm says: {first_lines}"
+            f"them in model_args. timm says: {describe(error)}"
         ) from error
 
 
@@ -169,10 +174,10 @@ def _load_stock(folder: Path) -> nn.Module:
 def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
     reference = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator).to(reference.dtype)
-    with _in_eval_mode(model):
-        expected = model(images.to(reference.device)).cpu()
-    actual = stock.to(reference.dtype)(images)
+    images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator).to(reference)
+    with _as_deployed(model):
+        expected = model(images)
+    actual = stock.to(reference.device, reference.dtype)(images)
     if _equal_with_nan(expected, actual):
         return 0.0
     difference = (expected - actual).abs().max().item()
@@ -184,14 +189,20 @@ def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def _as_deployed(model: nn.Module) -> Iterator[None]:
+    """In eval mode, experts averaged, for the time of the block."""
     modes = [(module, module.training) for module in model.modules()]
+    eval_modes = [(layer, layer.eval_mode) for layer in moe_layers(model).values()]
     model.eval()
+    for layer, _ in eval_modes:
+        layer.eval_mode = "average"
     try:
         yield
     finally:
         for module, training in modes:  # parents come first, so each module ends in its own mode
             module.train(training)
+        for layer, eval_mode in eval_modes:
+            layer.eval_mode = eval_mode
 
 
 def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
@@ -199,10 +210,8 @@ def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    if target.is_dir() and any(target.iterdir()):
+    if target.is_dir():
         for file in folder.iterdir():
             os.replace(file, target / file.name)
     else:
-        if target.is_dir():
-            target.rmdir()
-        shutil.move(folder, target)
+        os.replace(folder, target)

@@ -53,12 +53,12 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     if isinstance(source, nn.Module):
         return source
     if str(source).startswith(_NAME_PREFIXES):
-        return timm.create_model(str(source), pretrained=True)
+        return _create(str(source), pretrained=True)
     path = Path(source)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"The folder {path} has no config.json, so it holds no timm model.")
-        return timm.create_model(f"local-dir:{path}", pretrained=True)
+        return _create(f"local-dir:{path}", pretrained=True)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
@@ -71,18 +71,41 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     train_args = vars(checkpoint["args"]) if isinstance(checkpoint.get("args"), argparse.Namespace) else {}
     state_dict = _state_dict(checkpoint, path, use_ema)
     name = spec.name or train_args.get("model")
-    if not name:
+    if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
-    model = timm.create_model(name, **{**_model_args(train_args), **_spec_args(spec)})
+    model = _create(name, **{**_model_args(train_args), **_spec_args(spec)})
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
-        problem = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
-        raise ValueError(f"The weights in {path} do not fit {name}: {problem}") from error
+        raise ValueError(f"The weights in {path} do not fit {name}: {_first_problem(error)}") from error
     if train_args:
-        preprocessing = resolve_data_config(train_args, model=model)
+        try:
+            preprocessing = resolve_data_config(train_args, model=model)
+        except Exception as error:
+            raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
         set_pretrained_cfg(model, {**get_pretrained_cfg(model), **preprocessing})
     return model
+
+
+def _create(name: str, **kwargs: Any) -> nn.Module:
+    try:
+        return timm.create_model(name, **kwargs)
+    except Exception as error:  # a damaged folder or argument may end in anything
+        raise ValueError(f"{name} cannot be created: {_first_problem(error)}") from error
+
+
+def _first_problem(error: Exception) -> str:
+    """The first thing that a load_state_dict complains about, where it lists many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
+
+
+def describe(error: Exception) -> str:
+    """An error in one line of bounded length; its class where it says nothing, or says only a key."""
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= 500 else text[:500] + " ..."
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -126,7 +149,9 @@ def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[s
         state_dict = checkpoint["state_dict_ema"]
     else:
         state_dict = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    if not isinstance(state_dict, dict) or not all(isinstance(value, Tensor) for value in state_dict.values()):
+    if not isinstance(state_dict, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state_dict.items()
+    ):
         raise ValueError(f"{path} has no state dict of tensors.")
     return clean_state_dict(state_dict)
 

@@ -6,68 +6,81 @@ It is wrapped so that the optimizer also gets the averaging that the experts it 
 
 import functools
 import inspect
+import logging
 import sys
+import weakref
 from typing import Any
 
-from timm.scheduler import create_scheduler_v2
+from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..layers import MoeMlp
-from .ewa import ExpertWeightAveraging, trained_layers
+from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
 
+_logger = logging.getLogger(__name__)
 _signature = inspect.signature(create_scheduler_v2)
+
+#: Averagings that were attached here, not by the user, with the updates per epoch of their run.
+_attached: "weakref.WeakKeyDictionary[ExpertWeightAveraging, int]" = weakref.WeakKeyDictionary()
+_warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 @functools.wraps(create_scheduler_v2)
 def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
     arguments = _signature.bind(*args, **kwargs).arguments
-    updates_per_epoch = arguments.get("updates_per_epoch", 0)
-    averaging = _attach_averaging(arguments["optimizer"], num_epochs * updates_per_epoch)
-    if averaging is not None and lr_scheduler is not None:
-        _start_where_scheduler_starts(averaging, lr_scheduler, updates_per_epoch)
+    _attach_averaging(arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
 
 
-def _attach_averaging(optimizer: Optimizer, total_updates: int) -> ExpertWeightAveraging | None:
-    layers = [layer for layer in trained_layers(optimizer, MoeMlp.alive) if layer.share_rate]
-    if not layers or not total_updates or ExpertWeightAveraging.of(optimizer):
-        return None
-    return ExpertWeightAveraging(nn.ModuleList(layers), optimizer, total_updates=int(total_updates))
+def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: int) -> None:
+    trained = trained_layers(optimizer, MoeMlp.alive)
+    layers = [layer for layer in trained if layer.share_rate]
+    earlier = ExpertWeightAveraging.of(optimizer)
+    if trained and not layers and is_primary():
+        _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
+    if not layers or not num_epochs * updates_per_epoch or (earlier and earlier not in _attached):
+        return
+    if earlier:  # another scheduler for the same optimizer: another run, unless nothing was trained yet
+        earlier.remove()
+        if earlier.started:
+            optimizer.param_groups[0][UPDATES] = 0
+    averaging = ExpertWeightAveraging(nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch)
+    _attached[averaging] = updates_per_epoch
 
 
-def _start_where_scheduler_starts(averaging: ExpertWeightAveraging, lr_scheduler: Any, updates_per_epoch: int) -> None:
-    """Take the first update from the epoch at which train.py starts the scheduler.
+def _seek_first(method: Any, in_epochs: bool) -> Any:
+    """Let the averaging start where train.py starts a scheduler by this method, given in epochs or in updates.
 
-    After ``--resume`` this equals the count in the optimizer's state; after ``--no-resume-opt`` or ``--start-epoch`` it
-    is the only trace of it.
+    After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or ``--start-epoch`` that
+    call is the only trace of it.
     """
-    step, step_update = lr_scheduler.step, lr_scheduler.step_update
 
-    @functools.wraps(step)
-    def seek_and_step(epoch: int, *args: Any, **kwargs: Any) -> None:
-        averaging.seek(epoch * updates_per_epoch)
-        step(epoch, *args, **kwargs)
+    @functools.wraps(method)
+    def seek_and_call(self: Any, position: int, *args: Any, **kwargs: Any) -> None:
+        averaging = ExpertWeightAveraging.of(self.optimizer)
+        if averaging is not None and averaging in _attached:
+            updates = position * _attached[averaging] if in_epochs else position
+            if updates % _attached[averaging] == 0:  # runs start with an epoch; else the scaler skipped a first step
+                averaging.seek(updates)
+        method(self, position, *args, **kwargs)
 
-    @functools.wraps(step_update)
-    def seek_and_step_update(num_updates: int, *args: Any, **kwargs: Any) -> None:
-        averaging.seek(num_updates)
-        step_update(num_updates, *args, **kwargs)
-
-    lr_scheduler.step, lr_scheduler.step_update = seek_and_step, seek_and_step_update
+    return seek_and_call
 
 
-def _require_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse to train random partitions that nothing averages: their mean would be a bad model, silently."""
-    if ExpertWeightAveraging.of(optimizer):
+def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Say once that random partitions are trained which nothing averages: their mean would be a bad model."""
+    if optimizer in _warned or ExpertWeightAveraging.of(optimizer):
         return
     if any(layer.share_rate for layer in trained_layers(optimizer, MoeMlp.alive)):
-        raise RuntimeError(
-            "This optimizer trains experts that nothing averages: make a timm_moe.ExpertWeightAveraging(model, "
-            "optimizer, total_updates=...), or pass updates_per_epoch to timm's create_scheduler_v2, or create "
-            "the model with share_rate=0 to train without averaging."
+        _warned.add(optimizer)
+        _logger.warning(
+            "EWA: nothing averages the experts that this optimizer trains, so the exported mean of them will be bad. "
+            "Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), or pass updates_per_epoch to "
+            "timm's create_scheduler_v2. If you call average_experts_ yourself or want none, set share_rate=0."
         )
 
 
@@ -82,4 +95,8 @@ def wrap_scheduler_factory() -> None:
 def install() -> None:
     """Put the hooks in place; done once, when timm_moe is imported."""
     wrap_scheduler_factory()
-    register_optimizer_step_pre_hook(_require_averaging)
+    scheduler_classes: list[Any] = [Scheduler, PlateauLRScheduler]  # those that define the two methods
+    for scheduler_class in scheduler_classes:
+        scheduler_class.step = _seek_first(scheduler_class.step, in_epochs=True)
+        scheduler_class.step_update = _seek_first(scheduler_class.step_update, in_epochs=False)
+    register_optimizer_step_pre_hook(_warn_without_averaging)

@@ -5,6 +5,7 @@ Shape suffixes: T rows (tokens), D width, E experts.
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,8 @@ class Experts(Stacked):
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The stacked parameters, named as in the dense network."""
-        return [(name, self.get_parameter(name)) for name, _ in self._ffn.named_parameters()]
+        # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
+        return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
     def run(self, x_TD: Tensor, sizes: Sequence[int]) -> Tensor:
         """Apply expert e to the e-th run of rows.
@@ -96,7 +98,7 @@ class Experts(Stacked):
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
         per_expert = {name: stacked.unbind(0) for name, stacked in self.named_expert_parameters()}
         outputs = [
-            functional_call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, (rows,))
+            _call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, rows)
             for expert, rows in enumerate(x_TD.split(list(sizes)))
         ]
         return torch.cat(outputs)
@@ -104,7 +106,7 @@ class Experts(Stacked):
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
         mean = {name: mean_over_experts(stacked) for name, stacked in self.named_expert_parameters()}
-        return functional_call(self._ffn, mean, (x,))
+        return _call(self._ffn, mean, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A dense network of the original class that holds ``weights``, given by their dense names."""
@@ -139,6 +141,29 @@ def _redraw(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         return tensor
     return torch.empty_like(tensor).normal_(tensor.mean().item(), tensor.std(correction=0).item())
+
+
+def _call(ffn: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Run ``ffn`` with ``weights`` in the place of its own.
+
+    torch.compile follows functional_call; elsewhere a shallow copy takes the weights, because functional_call changes
+    the module for the time of the call, which neither threads (nn.DataParallel) nor torch.jit.trace bear.
+    """
+    if torch.compiler.is_compiling():
+        return functional_call(ffn, weights, (x,))
+    return _with_weights(ffn, weights)(x)
+
+
+def _with_weights(module: nn.Module, weights: dict[str, Tensor], prefix: str = "") -> nn.Module:
+    copied = module.__class__.__new__(module.__class__)
+    copied.__dict__.update(
+        module.__dict__,
+        _parameters={name: weights.get(prefix + name) for name in module._parameters},
+        _modules={
+            name: child and _with_weights(child, weights, f"{prefix}{name}.") for name, child in module._modules.items()
+        },
+    )
+    return copied
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

@@ -27,8 +27,8 @@ class MoeMixin:
     """
 
     stock_class: ClassVar[type[nn.Module]]
-    dense_architecture: str
-    dense_args: dict[str, Any]
+    dense_architecture: str | None = None
+    dense_args: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any):
         options = {name: kwargs.pop(name) for name in MOE_OPTIONS if name in kwargs}
@@ -38,11 +38,24 @@ class MoeMixin:
 
     def restore_stock_class(self: Any) -> None:
         """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""
-        architecture, args = self.dense_architecture, self.dense_args
-        del self.dense_architecture, self.dense_args
-        set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
-        self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
+        architecture, args = self.dense_architecture, {**self.dense_args, **_current_args(self)}
+        vars(self).pop("dense_architecture", None)
+        vars(self).pop("dense_args", None)
         self.__class__ = self.stock_class
+        if architecture is not None:  # else it was not made by timm's factory
+            set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
+            self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
+
+
+def _current_args(model: Any) -> dict[str, Any]:
+    """Arguments that may have changed since the model was created (reset_classifier, set_input_size)."""
+    current = {"num_classes": model.num_classes}
+    if isinstance(getattr(model, "global_pool", None), str):
+        current["global_pool"] = model.global_pool
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if size is not None and not getattr(model, "dynamic_img_size", False):
+        current["img_size"] = list(size)
+    return current
 
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
