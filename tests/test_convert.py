@@ -55,8 +55,8 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"moe_layers": "every-x"}, "moe_layers must be"),
         ({"moe_layers": [1.5]}, "moe_layers must be"),
         ({"moe_layers": []}, "moe_layers must be"),
-        ({"moe_layers": "every-5"}, "n must lie between 1 and 4, the model's blocks"),
-        ({"moe_layers": "last-3"}, "n must lie between 1 and 2, the model's odd blocks"),
+        ({"moe_layers": "every-5"}, "n must lie between 1 and 4, the number of blocks with an Mlp"),
+        ({"moe_layers": "last-3"}, "n must lie between 1 and 2, the number of odd-numbered blocks"),
         ({"moe_layers": "tail-0"}, "n must lie between 1 and 4"),
         ({"moe_layers": "1,4"}, "names block 4, but the model has blocks 0 to 3"),
         ({"moe_layers": -1}, "names block -1"),
@@ -65,6 +65,7 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"num_experts": 2.0}, "num_experts must be an integer of at least 1, got 2.0"),
         ({"share_rate": 0.76}, r"share_rate must lie between 0 and \(E - 1\) / E = 0.75 for 4 experts, got 0.76"),
         ({"share_rate": -0.1}, "share_rate must lie between 0"),
+        ({"num_experts": 1}, "A single expert has nothing to be averaged with: num_experts=1 needs share_rate=0"),
         ({"share_rate": float("nan")}, "share_rate must lie between 0"),
         ({"share_schedule": "cosine"}, "share_schedule must be one of linear, constant, early, late, got 'cosine'"),
         ({"router": "magic"}, "router must be one of random, got 'magic'"),
@@ -81,7 +82,7 @@ def test_bad_options_leave_the_model_as_it_was(dense_vit, options, message):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="ResNet has no numbered block with an Mlp"):
+    with pytest.raises(ValueError, match="ResNet has no numbered block with an mlp of linear layers"):
         timm_moe.convert_to_moe(timm.create_model("resnet18"))
 
 

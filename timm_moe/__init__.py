@@ -5,9 +5,11 @@ from .callbacks import timm_hooks
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
 from .callbacks.export import export_dense
 from .convert import convert_to_moe, moe_layers, to_dense
+from .version import __version__
 
 __all__ = [
     "ExpertWeightAveraging",
+    "__version__",
     "average_experts_",
     "convert_to_moe",
     "export_dense",

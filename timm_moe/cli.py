@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import timm
 from timm.models import model_entrypoint
@@ -12,7 +13,9 @@ from timm.utils import ParseKwargs
 
 from .callbacks.export import export_dense
 from .callbacks.source import ModelSpec, describe
+from .gather import GATHERS
 from .info import model_info
+from .version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,13 +50,17 @@ class _ModelKwargs(ParseKwargs):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
+    parser.add_argument("--version", action="version", version=f"timm_moe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(
         "demo", help="train a small dense ViT and its EWA counterpart on digits, export, compare"
     )
     demo.add_argument(
-        "--output", default="timm-moe-demo", metavar="DIR", help="folder for results (default: %(default)s)"
+        "--output",
+        default="timm-moe-demo",
+        metavar="DIR",
+        help="folder for results, replaced if there (default: %(default)s)",
     )
     demo.add_argument("--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)")
     demo.set_defaults(command=_demo)
@@ -63,32 +70,44 @@ def _parser() -> argparse.ArgumentParser:
         "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
     )
     export.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
-    export.add_argument("--method", default="average", help="how the experts become one network (default: %(default)s)")
+    export.add_argument(
+        "--method",
+        default="average",
+        choices=list(GATHERS),
+        help="how the experts become one network (default: %(default)s)",
+    )
     export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
-    export.add_argument(
-        "--model", metavar="NAME", help="model of a file that does not name it (train.py's checkpoints do)"
+    model = export.add_argument_group(
+        "model", "only for files that do not say it themselves; train.py's checkpoints do"
     )
-    export.add_argument("--num-classes", type=int, metavar="N", help="its number of classes")
-    export.add_argument(
-        "--model-kwargs", nargs="*", default={}, action=_ModelKwargs, metavar="KEY=VALUE", help="its options"
-    )
+    model.add_argument("--model", metavar="NAME", help="registered name")
+    _add_model_options(model)
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
     export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
     export.set_defaults(command=_export)
 
     listing = commands.add_parser("list", help="list the registered models")
-    listing.add_argument("filter", nargs="?", default="", metavar="FILTER", help="wildcard, as in timm.list_models")
+    listing.add_argument("filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'")
     listing.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
     listing.set_defaults(command=_list)
 
     info = commands.add_parser("info", help="show the parameters, cost and expert layers of a model")
     info.add_argument("model", metavar="MODEL", help="registered name")
-    info.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
-    info.add_argument(
-        "--model-kwargs", nargs="*", default={}, action=_ModelKwargs, metavar="KEY=VALUE", help="model options"
-    )
+    _add_model_options(info)
     info.set_defaults(command=_info)
     return parser
+
+
+def _add_model_options(group: Any) -> None:
+    group.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
+    group.add_argument(
+        "--model-kwargs",
+        nargs="*",
+        default={},
+        action=_ModelKwargs,
+        metavar="KEY=VALUE",
+        help="options of the model, as in timm's scripts",
+    )
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -110,17 +129,23 @@ def _export(args: argparse.Namespace) -> None:
         allow_nonfinite=args.allow_nonfinite,
     )
     print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
-    print(
-        "Checked: stock timm loads it, and on random images its outputs differ from the expert model's by at most "
-        f"{result.largest_difference:.3g}."
+    difference = result.largest_difference
+    compared = (
+        f"differ from the expert model's by at most {difference:.3g}" if difference else "equal the expert model's"
     )
+    print(f"Checked: stock timm loads it, and its outputs on random images {compared}.")
     print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
 
 
 def _list(args: argparse.Namespace) -> None:
-    for name in timm.list_models(args.filter, pretrained=args.pretrained):
-        if model_entrypoint(name).__module__.startswith(f"{__package__}."):
-            print(name)
+    names = [
+        name
+        for name in timm.list_models(args.filter, pretrained=args.pretrained)
+        if model_entrypoint(name).__module__.startswith(f"{__package__}.")
+    ]
+    if not names:
+        raise ValueError(f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as '*small*'.")
+    print("\n".join(names))
 
 
 def _info(args: argparse.Namespace) -> None:

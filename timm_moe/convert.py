@@ -64,7 +64,9 @@ def convert_to_moe(
     get_schedule(share_schedule)
     paths = ffn_paths(model)
     if not paths:
-        raise ValueError(f"{type(model).__name__} has no numbered block with an Mlp that could become experts.")
+        raise ValueError(
+            f"{type(model).__name__} has no numbered block with an mlp of linear layers that could become experts."
+        )
     chosen = [paths[block] for block in select_blocks(moe_layers, len(paths))]
     for path in chosen:
         if isinstance(model.get_submodule(path), MoeMlp):
@@ -98,7 +100,7 @@ def to_dense(model: nn.Module, method: str = "average") -> nn.Module:
     model = unwrap_model(model)
     layers = moe_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no expert layers, so it is dense already.")
+        raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
     # Standing in the memo, the dense networks take the place of the expert layers, which are never copied.
     memo: dict[int, Any] = {id(layer): gather(layer) for layer in layers.values()}
     dense = copy.deepcopy(model, memo)
@@ -156,9 +158,10 @@ def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
         available, enough = len(blocks), 1 <= number <= len(blocks)
         blocks = blocks[-number:]
     if not enough:
-        odd = "odd " if rule == "last" else ""
+        kind = "odd-numbered blocks" if rule == "last" else "blocks"
         raise ValueError(
-            f"moe_layers='{rule}-{number}': n must lie between 1 and {available}, the model's {odd}blocks."
+            f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {available}, the number of {kind} "
+            "with an Mlp."
         )
     return list(blocks)
 

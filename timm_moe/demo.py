@@ -28,8 +28,18 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 BATCH_SIZE = 64
+#: Images in [-1, 1] with one channel.
+GREY = dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 SMALL_VIT: dict[str, Any] = dict(
-    img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2
+    pretrained_cfg_overlay=GREY,
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
 )
 
 #: Run in a process of its own, which must never have seen timm_moe.
@@ -178,7 +188,10 @@ def report(dense: Run, ewa: Run, exported_parameters: int) -> str:
         ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa))),
     ]
     lines = [f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows]
-    note = "One seed on a toy data set: a point of accuracy more or less is noise. See docs/results.md for real images."
+    note = (
+        "One seed on a toy data set: a point of accuracy more or less is noise. Real images: docs/results.md in the "
+        "repository."
+    )
     return "\n".join(["", *lines, "", note])
 
 
@@ -187,12 +200,14 @@ def plot(runs: list[Run], file: Path) -> None:
     figure, (losses, accuracies, rates) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     for run in runs:
         per_epoch = np.array(run.losses).reshape(run.epochs, -1).mean(1)
-        losses.plot(range(1, run.epochs + 1), per_epoch, label=run.name)
-        accuracies.plot(range(1, run.epochs + 1), run.accuracies, label=run.name)
+        losses.plot(range(1, run.epochs + 1), per_epoch, ".-", label=run.name)
+        accuracies.plot(range(1, run.epochs + 1), run.accuracies, ".-", label=run.name)
     rates.plot(np.arange(1, len(runs[-1].share_rates) + 1) / runs[-1].steps_per_epoch, runs[-1].share_rates, color="C1")
-    losses.set(title="training loss", xlabel="epoch", yscale="log")
+    losses.set(title="training loss (cross-entropy)", xlabel="epoch", yscale="log")
     accuracies.set(title="test accuracy (%)", xlabel="epoch")
     rates.set(title="share rate", xlabel="epoch")
     losses.legend()
+    accuracies.legend()
+    figure.suptitle("A small ViT on scikit-learn's digits: dense, and with EWA")
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -49,6 +49,8 @@ def max_share_rate(num_experts: int) -> float:
 def check_share_rate(share_rate: float, num_experts: int, name: str = "share_rate") -> None:
     """Raise ValueError unless 0 <= share_rate <= (E - 1) / E; ``name`` is what the message calls it."""
     limit = max_share_rate(num_experts)
+    if num_experts == 1 and share_rate != 0:
+        raise ValueError(f"A single expert has nothing to be averaged with: num_experts=1 needs {name}=0.")
     if not isinstance(share_rate, (int, float)) or not 0 <= share_rate <= limit:
         raise ValueError(
             f"{name} must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, got {share_rate!r}."

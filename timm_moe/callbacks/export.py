@@ -130,15 +130,21 @@ def _require_finite(model: nn.Module) -> None:
 
 def _describe_input(model: nn.Module) -> None:
     """State the model's own input size and classes in the config that is saved with it."""
+    cfg = get_pretrained_cfg(model)
+    cfg.pop("tag", None)  # of the stock weights, which these are no longer
     current = {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
-    set_pretrained_cfg(model, {**get_pretrained_cfg(model), **current})
+    set_pretrained_cfg(model, {**cfg, **current})
 
 
 @contextmanager
 def _staging_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target, so that a rename can put it in place; gone when the block ends."""
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as temporary:
-        folder = Path(temporary, target.name)  # mkdtemp's own folder is closed to other users
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent)
+    except OSError as error:
+        raise OSError(f"{target} could not be written: {error.strerror}.") from error
+    with temporary as name:
+        folder = Path(name, target.name)  # the temporary folder itself is closed to other users
         folder.mkdir()
         yield folder
 

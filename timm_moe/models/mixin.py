@@ -36,6 +36,16 @@ class MoeMixin:
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
 
+    def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, parameter in self.named_parameters(prefix.rstrip(".")):
+            loaded = state_dict.get(name)
+            if loaded is not None and loaded.ndim == parameter.ndim + 1 and loaded.shape[1:] == parameter.shape:
+                raise ValueError(
+                    f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model has none: create the "
+                    "model with the moe_layers of the checkpoint."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
     def restore_stock_class(self: Any) -> None:
         """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""
         architecture, args = self.dense_architecture, {**self.dense_args, **_current_args(self)}
