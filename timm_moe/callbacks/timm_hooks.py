@@ -73,7 +73,7 @@ def _seek_first(method: Any, in_epochs: bool) -> Any:
 
 def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Say once that random partitions are trained which nothing averages: their mean would be a bad model."""
-    if optimizer in _warned or ExpertWeightAveraging.of(optimizer):
+    if not MoeMlp.alive or optimizer in _warned or ExpertWeightAveraging.of(optimizer):
         return
     if any(layer.share_rate for layer in trained_layers(optimizer, MoeMlp.alive)):
         _warned.add(optimizer)
