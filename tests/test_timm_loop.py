@@ -76,10 +76,10 @@ class Training:
                 self.ema.update(self.model)
                 self.rates.append(round(self.averaging.share_rate, 6))
                 if self.scheduler is not None:
-                    self.scheduler.step_update(epoch * UPDATES_PER_EPOCH + batch + 1)
+                    self.scheduler.step_update(num_updates=epoch * UPDATES_PER_EPOCH + batch + 1, metric=0.0)
             self.saver.save_checkpoint(epoch, metric=epoch)
             if self.scheduler is not None:
-                self.scheduler.step(epoch + 1)
+                self.scheduler.step(epoch + 1, 0.0)
         return self
 
 

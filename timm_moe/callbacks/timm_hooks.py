@@ -52,21 +52,26 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     _attached[averaging] = updates_per_epoch
 
 
-def _seek_first(method: Any, in_epochs: bool) -> Any:
-    """Let the averaging start where train.py starts a scheduler by this method, given in epochs or in updates.
+def _seek_first(method: Any, position: str) -> Any:
+    """Let the averaging start where train.py starts a scheduler by this method.
 
     After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or ``--start-epoch`` that
     call is the only trace of it.
+
+    Args:
+        method: of timm's schedulers.
+        position: name of its first argument, ``"epoch"`` or ``"num_updates"``.
     """
 
     @functools.wraps(method)
-    def seek_and_call(self: Any, position: int, *args: Any, **kwargs: Any) -> None:
+    def seek_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
         averaging = ExpertWeightAveraging.of(self.optimizer)
         if averaging is not None and averaging in _attached:
-            updates = position * _attached[averaging] if in_epochs else position
+            reached = args[0] if args else kwargs[position]
+            updates = reached * _attached[averaging] if position == "epoch" else reached
             if updates % _attached[averaging] == 0:  # runs start with an epoch; else the scaler skipped a first step
                 averaging.seek(updates)
-        method(self, position, *args, **kwargs)
+        method(self, *args, **kwargs)
 
     return seek_and_call
 
@@ -97,6 +102,6 @@ def install() -> None:
     wrap_scheduler_factory()
     scheduler_classes: list[Any] = [Scheduler, PlateauLRScheduler]  # those that define the two methods
     for scheduler_class in scheduler_classes:
-        scheduler_class.step = _seek_first(scheduler_class.step, in_epochs=True)
-        scheduler_class.step_update = _seek_first(scheduler_class.step_update, in_epochs=False)
+        scheduler_class.step = _seek_first(scheduler_class.step, "epoch")
+        scheduler_class.step_update = _seek_first(scheduler_class.step_update, "num_updates")
     register_optimizer_step_pre_hook(_warn_without_averaging)
