@@ -236,6 +236,7 @@ def _write(path, content):
         ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
         ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
         ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),
+        ("summary.csv", b"epoch,train_loss,eval_loss\n0,4.4,4.3\n", "is damaged or not a checkpoint"),
         ("a.pth", {"state_dict": Code()}, r"runs code when it is read \(.*system\), which is refused"),
         ("a.pth", pickle.dumps(Code()), "runs code when it is read|is damaged or not a checkpoint"),
         ("a.pth", [1, 2], "holds a list, not a checkpoint"),
