@@ -164,13 +164,3 @@ def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
             "with an Mlp."
         )
     return list(blocks)
-
-
-def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:
-    """The config that timm keeps on a model: where its weights came from, input size, preprocessing."""
-    return dict(model.pretrained_cfg)  # type: ignore[arg-type]
-
-
-def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:
-    """Replace that config, under both of its names."""
-    model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]

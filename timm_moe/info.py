@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .convert import ffn_paths, get_pretrained_cfg, moe_layers, to_dense
+from .convert import ffn_paths, moe_layers, to_dense
+from .model_config import model_input_size
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,6 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         gflops=_flops(dense, input_size) / 1e9,
         input_size=input_size,
     )
-
-
-def model_input_size(model: nn.Module) -> tuple[int, ...]:
-    """(channels, height, width) of the images that a timm model takes, whatever its pretrained config says."""
-    cfg = get_pretrained_cfg(model)
-    channels, *size = cfg["input_size"]
-    first_conv = cfg.get("first_conv")
-    if isinstance(first_conv, str):
-        channels = model.get_submodule(first_conv).in_channels
-    if not getattr(model, "dynamic_img_size", False):
-        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
-    return (channels, *size)
 
 
 def _parameters(module: nn.Module) -> int:

@@ -41,14 +41,12 @@ def get_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def max_share_rate(num_experts: int) -> float:
-    """The rate (E - 1) / E at which one step makes all experts equal; beyond it they overshoot their mean."""
-    return (num_experts - 1) / num_experts
-
-
 def check_share_rate(share_rate: float, num_experts: int, name: str = "share_rate") -> None:
-    """Raise ValueError unless 0 <= share_rate <= (E - 1) / E; ``name`` is what the message calls it."""
-    limit = max_share_rate(num_experts)
+    """Raise ValueError unless 0 <= share_rate <= (E - 1) / E; ``name`` is what the message calls it.
+
+    At (E - 1) / E one step makes all experts equal; beyond it they overshoot their mean.
+    """
+    limit = (num_experts - 1) / num_experts
     if num_experts == 1 and share_rate != 0:
         raise ValueError(f"A single expert has nothing to be averaged with: num_experts=1 needs {name}=0.")
     if not isinstance(share_rate, (int, float)) or not 0 <= share_rate <= limit:

@@ -18,8 +18,8 @@ from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert import get_pretrained_cfg, moe_layers, set_pretrained_cfg, to_dense
-from ..info import model_input_size
+from ..convert import moe_layers, to_dense
+from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
 from .source import ModelSpec, describe, load_source
 
 _logger = logging.getLogger(__name__)

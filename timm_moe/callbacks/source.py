@@ -14,7 +14,7 @@ from timm.data import resolve_data_config
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from ..convert import get_pretrained_cfg, set_pretrained_cfg
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 
 #: Folders and repositories as timm's model names state them.
 _NAME_PREFIXES = ("local-dir:", "hf-hub:")

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe, get_pretrained_cfg, set_pretrained_cfg
+from ..convert import convert_to_moe
+from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
 #: Options of the registered models: those of ``convert_to_moe``.
 MOE_OPTIONS = tuple(inspect.signature(convert_to_moe).parameters)[1:]
@@ -28,7 +29,7 @@ class MoeMixin:
 
     stock_class: ClassVar[type[nn.Module]]
     dense_architecture: str | None = None
-    dense_args: ClassVar[dict[str, Any]] = {}
+    dense_args: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         options = {name: kwargs.pop(name) for name in MOE_OPTIONS if name in kwargs}
@@ -48,7 +49,7 @@ class MoeMixin:
 
     def restore_stock_class(self: Any) -> None:
         """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""
-        architecture, args = self.dense_architecture, {**self.dense_args, **_current_args(self)}
+        architecture, args = self.dense_architecture, {**(self.dense_args or {}), **_current_args(self)}
         vars(self).pop("dense_architecture", None)
         vars(self).pop("dense_args", None)
         self.__class__ = self.stock_class
@@ -62,8 +63,8 @@ def _current_args(model: Any) -> dict[str, Any]:
     current = {"num_classes": model.num_classes}
     if isinstance(getattr(model, "global_pool", None), str):
         current["global_pool"] = model.global_pool
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if size is not None and not getattr(model, "dynamic_img_size", False):
+    size = fixed_img_size(model)
+    if size is not None:
         current["img_size"] = list(size)
     return current
 

@@ -72,7 +72,7 @@ def _create_moe_vit(
     )
     if isinstance(model, MoeVisionTransformer):  # a feature extractor around it is never exported
         model.dense_architecture = dense_architecture
-        model.dense_args = architecture_args(kwargs)  # type: ignore[misc]
+        model.dense_args = architecture_args(kwargs)
     return model
 
 
