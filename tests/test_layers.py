@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import nn
 
-from timm_moe.layers import MoeMlp, RandomPartition, Routing
+from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition, Routing
 
 FFNS = {
     "Mlp": lambda width, hidden: Mlp(width, hidden),
@@ -23,7 +23,7 @@ FFNS = {
 
 
 def moe(width=5, hidden=6, num_experts=4, ffn="Mlp", **kwargs):
-    return MoeMlp(FFNS[ffn](width, hidden), num_experts, **{"expert_init": "independent", **kwargs})
+    return EwaMlp(FFNS[ffn](width, hidden), num_experts, **{"expert_init": "independent", **kwargs})
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_partition_is_fresh_at_each_call_and_uniform():
 )
 def test_equal_experts_compute_the_dense_network(batch, tokens, num_experts, ffn):
     dense = FFNS[ffn](8, 12)
-    layer = MoeMlp(dense, num_experts, expert_init="same")
+    layer = EwaMlp(dense, num_experts, expert_init="same")
     x = torch.randn(batch, tokens, 8)
     torch.testing.assert_close(layer.train()(x), dense(x))
     torch.testing.assert_close(layer.eval()(x), dense(x))
@@ -116,7 +116,7 @@ def test_experts_without_rows_have_zero_gradients_not_none():
 
 
 def test_dropout_inside_experts_follows_the_layers_mode():
-    layer = MoeMlp(Mlp(8, 16, drop=0.5), 2)
+    layer = EwaMlp(Mlp(8, 16, drop=0.5), 2)
     x = torch.ones(4, 8)
     layer.train()
     assert not torch.equal(layer(x)[0], layer(x)[1])
@@ -134,7 +134,7 @@ def test_independent_init_keeps_the_first_expert_and_the_scale():
     dense = Mlp(64, 256)
     nn.init.trunc_normal_(dense.fc1.weight, std=0.02)
     nn.init.zeros_(dense.fc1.bias)
-    layer = MoeMlp(dense, 4, expert_init="independent")
+    layer = EwaMlp(dense, 4, expert_init="independent")
     assert torch.equal(layer.fc1.weight[0], dense.fc1.weight)
     assert layer.fc1.bias.abs().max() == 0
     flat = layer.fc1.weight.detach().flatten(1)
@@ -233,4 +233,4 @@ def test_bad_options(options, message):
 
 def test_a_network_with_buffers_is_refused():
     with pytest.raises(ValueError, match="buffers"):
-        MoeMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), 2)
+        EwaMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), 2)

@@ -2,6 +2,7 @@
 
 from . import models
 from .callbacks import timm_hooks
+from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
 from .callbacks.export import export_dense
 from .convert import convert_to_moe, moe_layers, to_dense
@@ -9,12 +10,15 @@ from .version import __version__
 
 __all__ = [
     "ExpertWeightAveraging",
+    "RoutingSummary",
     "__version__",
+    "auxiliary_loss",
     "average_experts_",
     "convert_to_moe",
     "export_dense",
     "models",
     "moe_layers",
+    "routing_summary",
     "to_dense",
 ]
 

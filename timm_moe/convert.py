@@ -1,8 +1,10 @@
 """An Mlp becomes a MoeMlp in chosen blocks, and back."""
 
 import copy
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -11,16 +13,19 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .gather import get_gather
-from .layers import MoeMlp
+from .layers import EwaMlp, MoeMlp, TopKRouter, clear_records
 from .schedules import check_share_rate, get_schedule
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 #: Feed-forward networks that act on each token by itself.
 FFN_CLASSES = (Mlp, GluMlp, SwiGLU)
-ROUTERS = ("random",)
+#: Share rate and schedule of each router where only one of them, or neither, is given.
+ROUTERS = {"random": (0.3, "linear"), "top_k": (0.3, "early")}
 
-register_notrace_module(MoeMlp)  # its row count is data to torch.fx, so timm's feature extraction keeps it as a leaf
+# Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
+register_notrace_module(MoeMlp)
+register_notrace_module(EwaMlp)
 
 
 def convert_to_moe(
@@ -29,9 +34,20 @@ def convert_to_moe(
     moe_layers: str | int | Iterable[int] = "every-2",
     router: str = "random",
     expert_init: str = "same",
-    share_rate: float = 0.3,
-    share_schedule: str = "linear",
+    share_rate: float | None = None,
+    share_schedule: str | None = None,
     eval_mode: str = "average",
+    expert_dropout: float | None = None,
+    top_k: int = 1,
+    noise_std: float = 0.0,
+    capacity_factor: float | None = None,
+    eval_capacity_factor: float | None = None,
+    capacity_multiple: int = 4,
+    capacity_rounding: str = "ceil",
+    batch_priority: bool = False,
+    group_images: int | None = None,
+    aux_loss: str = "balance",
+    aux_loss_weight: float = 0.01,
 ) -> ModelT:
     """Replace the feed-forward networks of some blocks of a timm model by expert layers, in place.
 
@@ -41,27 +57,64 @@ def convert_to_moe(
         moe_layers: which blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
             ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
             ``"1,3,5"`` or as integers.
-        router: ``"random"``, the random partition of EWA.
+        router: ``"random"``, the random partition of EWA, or ``"top_k"``, learned routing as in V-MoE.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
             ``"independent"`` draws them anew at the scale of the initial weights (for training from scratch).
-        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E].
-        share_schedule: its course over training: ``"linear"``, ``"constant"``, ``"early"`` or ``"late"``.
-        eval_mode: ``"average"`` evaluates the mean of the experts, which is what is exported; ``"partition"``
-            evaluates the experts on random partitions (for analysis).
+        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
+            random partitions; routed experts are only averaged if this or ``share_schedule`` is given (Early EWA).
+        share_schedule: its course over training: ``"linear"`` (default for random partitions), ``"constant"``,
+            ``"early"`` (default for routed experts) or ``"late"``.
+        eval_mode: of random partitions. ``"average"`` evaluates the mean of the experts, which is what is exported;
+            ``"partition"`` evaluates the experts on random partitions (for analysis).
+        expert_dropout: rate of the dropout inside the experts; by default that of the dense network.
+        top_k: this and all below are for routed experts. K, the experts of each token.
+        noise_std: standard deviation, times E, of the noise on the router's logits in training.
+        capacity_factor: in training, experts take this times their even share of the choices; None to drop nothing.
+        eval_capacity_factor: the same in eval mode.
+        capacity_multiple: capacities are rounded up to a multiple of this.
+        capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
+        batch_priority: let the tokens that the router is surest of queue first.
+        group_images: images that share queues, capacities and router losses; by default the local batch.
+        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"`` or several joined by ``+``.
+        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if an option is not one of the above or the model has no block that can be converted; the model
-            is then unchanged.
+        ValueError: if an option is not one of the above, does not go with the router, or the model has no block that
+            can be converted; the model is then unchanged.
     """
+    routed_options = dict(
+        top_k=top_k,
+        noise_std=noise_std,
+        capacity_factor=capacity_factor,
+        eval_capacity_factor=eval_capacity_factor,
+        capacity_multiple=capacity_multiple,
+        capacity_rounding=capacity_rounding,
+        batch_priority=batch_priority,
+        group_images=group_images,
+        aux_loss=aux_loss,
+        aux_loss_weight=aux_loss_weight,
+    )
     if router not in ROUTERS:
         raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}.")
     if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
         raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}.")
-    check_share_rate(share_rate, num_experts)
-    get_schedule(share_schedule)
+    _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options)
+    share_rate, share_schedule = _sharing(router, num_experts, share_rate, share_schedule)
+    common = dict(
+        num_experts=num_experts,
+        expert_init=expert_init,
+        share_rate=share_rate,
+        share_schedule=share_schedule,
+        expert_dropout=expert_dropout,
+    )
+    make_layer: Callable[[nn.Module], MoeMlp]
+    if router == "random":
+        make_layer = partial(EwaMlp, **common, eval_mode=eval_mode)
+    else:
+        make_layer = partial(_routed_layer, common, routed_options)
     paths = ffn_paths(model)
     if not paths:
         raise ValueError(
@@ -71,14 +124,47 @@ def convert_to_moe(
     for path in chosen:
         if isinstance(model.get_submodule(path), MoeMlp):
             raise ValueError(f"{path} is an expert layer already.")
-    layers = {
-        path: MoeMlp(model.get_submodule(path), num_experts, expert_init, share_rate, share_schedule, eval_mode)
-        for path in chosen
-    }
+    layers = {path: make_layer(model.get_submodule(path)) for path in chosen}
     for path, layer in layers.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.train(model.training))
+        layer.path = path
+    if router == "top_k":
+        model.register_forward_pre_hook(clear_records)
     return model
+
+
+def _refuse_foreign_options(router: str, options: dict[str, Any]) -> None:
+    """Raise ValueError if an option of the other router is not at its default."""
+    parameters = inspect.signature(convert_to_moe).parameters
+    for name, value in options.items():
+        if value != parameters[name].default:
+            other = next(other for other in ROUTERS if other != router)
+            raise ValueError(f"{name} is an option of router={other!r}; router={router!r} has none.")
+
+
+def _sharing(router: str, num_experts: int, share_rate: float | None, share_schedule: str | None) -> tuple[float, str]:
+    """Share rate and schedule, with the router's defaults."""
+    default_rate, default_schedule = ROUTERS[router]
+    if router == "top_k" and share_rate is None and share_schedule is None:
+        default_rate = 0.0  # trained without averaging
+    share_rate = default_rate if share_rate is None else share_rate
+    share_schedule = default_schedule if share_schedule is None else share_schedule
+    check_share_rate(share_rate, num_experts)
+    get_schedule(share_schedule)
+    return share_rate, share_schedule
+
+
+def _routed_layer(common: dict[str, Any], options: dict[str, Any], ffn: nn.Module) -> MoeMlp:
+    width = next(module.in_features for module in ffn.modules() if isinstance(module, nn.Linear))
+    options = dict(options)
+    losses, weight = options.pop("aux_loss"), options.pop("aux_loss_weight")
+    names = losses.split("+") if isinstance(losses, str) else [losses]
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
+        raise ValueError(f"aux_loss_weight must be a number of at least 0, got {weight!r}.")
+    loss_weights = {name: weight / len(names) for name in names}
+    router = TopKRouter(width, common["num_experts"], **options, loss_weights=loss_weights)
+    return MoeMlp(ffn, router, **common)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
@@ -105,6 +191,9 @@ def to_dense(model: nn.Module, method: str = "average") -> nn.Module:
     memo: dict[int, Any] = {id(layer): gather(layer) for layer in layers.values()}
     dense = copy.deepcopy(model, memo)
     for module in dense.modules():
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if hook is clear_records:
+                del module._forward_pre_hooks[handle]
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:
             restore()

@@ -1,7 +1,8 @@
 """How an unmodified train.py gets its callbacks. The only place that touches timm's training objects.
 
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
-It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with.
+It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
+``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in it.
 """
 
 import functools
@@ -13,11 +14,13 @@ from typing import Any
 
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
+from timm.task import TrainingTask
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..layers import MoeMlp
+from ..layers import EwaMlp, MoeMlp
+from . import aux_loss
 from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     trained = trained_layers(optimizer, MoeMlp.alive)
     layers = [layer for layer in trained if layer.share_rate]
     earlier = ExpertWeightAveraging.of(optimizer)
-    if trained and not layers and is_primary():
+    if not layers and any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
         _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
     if not layers or not num_epochs * updates_per_epoch or (earlier and earlier not in _attached):
         return
@@ -52,8 +55,20 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     _attached[averaging] = updates_per_epoch
 
 
-def _seek_first(method: Any, position: str) -> Any:
-    """Let the averaging start where train.py starts a scheduler by this method.
+def _with_router_losses(init: Any) -> Any:
+    """Give every training task the hooks that add the routers' losses to its loss."""
+
+    @functools.wraps(init)
+    def init_and_hook(self: TrainingTask, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.register_forward_pre_hook(aux_loss.before_task)
+        self.register_forward_hook(aux_loss.after_task)
+
+    return init_and_hook
+
+
+def _at_scheduler_step(method: Any, position: str) -> Any:
+    """Let the averaging start where train.py starts a scheduler by this method, and tell the routing of each epoch.
 
     After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or ``--start-epoch`` that
     call is the only trace of it.
@@ -64,7 +79,9 @@ def _seek_first(method: Any, position: str) -> Any:
     """
 
     @functools.wraps(method)
-    def seek_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
+    def observe_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if position == "epoch":
+            aux_loss.log_epoch(self.optimizer)
         averaging = ExpertWeightAveraging.of(self.optimizer)
         if averaging is not None and averaging in _attached:
             reached = args[0] if args else kwargs[position]
@@ -73,7 +90,7 @@ def _seek_first(method: Any, position: str) -> Any:
                 averaging.seek(updates)
         method(self, *args, **kwargs)
 
-    return seek_and_call
+    return observe_and_call
 
 
 def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,6 +119,8 @@ def install() -> None:
     wrap_scheduler_factory()
     scheduler_classes: list[Any] = [Scheduler, PlateauLRScheduler]  # those that define the two methods
     for scheduler_class in scheduler_classes:
-        scheduler_class.step = _seek_first(scheduler_class.step, "epoch")
-        scheduler_class.step_update = _seek_first(scheduler_class.step_update, "num_updates")
+        scheduler_class.step = _at_scheduler_step(scheduler_class.step, "epoch")
+        scheduler_class.step_update = _at_scheduler_step(scheduler_class.step_update, "num_updates")
+    TrainingTask.__init__ = _with_router_losses(TrainingTask.__init__)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_warn_without_averaging)
+    register_optimizer_step_pre_hook(aux_loss.require_added)

@@ -1,7 +1,8 @@
 """Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
 
+from .dispatch import Routing
 from .experts import Experts
-from .moe_mlp import MoeMlp
-from .routing import RandomPartition, Routing
+from .moe_mlp import EwaMlp, MoeMlp
+from .routing import RandomPartition, RouterRecord, TopKRouter, clear_records
 
-__all__ = ["Experts", "MoeMlp", "RandomPartition", "Routing"]
+__all__ = ["EwaMlp", "Experts", "MoeMlp", "RandomPartition", "RouterRecord", "Routing", "TopKRouter", "clear_records"]

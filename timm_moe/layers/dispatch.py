@@ -1,16 +1,141 @@
-"""Who moves the rows: to their experts and back."""
+"""Who moves the rows: how many an expert takes, in which order they queue, to the experts and back.
+
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, N rows at the experts.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def dispatch(x_TD: Tensor, order: Tensor) -> Tensor:
-    """Rows in expert order: row i of the result is row ``order[i]`` of ``x_TD``."""
-    return x_TD.index_select(0, order)
+ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
 
 
-def undispatch(y_TD: Tensor, order: Tensor) -> Tensor:
-    """The inverse of :func:`dispatch`: rows back in their first order."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return y_TD.index_select(0, inverse)
+class Routing(NamedTuple):
+    """Which rows each expert gets, and how its outputs come back.
+
+    Attributes:
+        order: (N,) the row that stands at each place of the experts' input; first those of expert 0, then of expert 1,
+            ... A row stands there as often as it is kept by an expert.
+        sizes: number of places of each expert, E integers that sum to N.
+        place: (T, K) where in ``order`` each choice of a row stands; any place for one that was dropped.
+        weight: (T, K) factor of each choice's output, 0 for one that was dropped; None for all ones.
+    """
+
+    order: Tensor
+    sizes: list[int]
+    place: Tensor
+    weight: Tensor | None
+
+
+class Queue(NamedTuple):
+    """Where the choices of the rows stand in line.
+
+    Attributes:
+        rank_GSK: place of each choice in the line of its expert within its group, from 0.
+        length_GE: choices in each line.
+    """
+
+    rank_GSK: Tensor
+    length_GE: Tensor
+
+
+def expert_capacity(
+    choices: int, num_experts: int, capacity_factor: float, rounding: str = "ceil", multiple_of: int = 4
+) -> int:
+    """Rows that an expert takes of a group, ``choices * capacity_factor / num_experts`` rounded (V-MoE, section 2.3).
+
+    Args:
+        choices: rows of the group times choices of a row.
+        num_experts: E.
+        capacity_factor: 1 suffices exactly if the choices are spread evenly.
+        rounding: ``"ceil"``, ``"round"`` (half to even) or ``"floor"``.
+        multiple_of: round up further to a multiple of this.
+
+    Raises:
+        ValueError: if the capacity would be below 1.
+    """
+    capacity = ROUNDINGS[rounding](choices * capacity_factor / num_experts)
+    if capacity < 1:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} leaves no place: {choices} choices over {num_experts} experts give a "
+            f"capacity of {capacity}, below 1."
+        )
+    return math.ceil(capacity / multiple_of) * multiple_of
+
+
+def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> Queue:
+    """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
+
+    Args:
+        expert_GSK: chosen experts, the first choice first.
+        num_experts: E.
+        priority_GS: if given, rows with a higher value go first, equal ones in row order (batch priority routing,
+            algorithm 2).
+    """
+    groups, rows, choices = expert_GSK.shape
+    if priority_GS is not None:
+        visit_GSK = priority_GS.argsort(dim=1, descending=True, stable=True).unsqueeze(2).expand_as(expert_GSK)
+        expert_GSK = expert_GSK.gather(1, visit_GSK)
+    expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
+    sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
+    length_GE = expert_GN.new_zeros(groups, num_experts).scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
+    start_GE = length_GE.cumsum(1) - length_GE
+    place_GN = torch.arange(rows * choices, device=expert_GN.device).expand_as(expert_GN)
+    rank_GN = torch.empty_like(expert_GN).scatter_(1, order_GN, place_GN - start_GE.gather(1, sorted_GN))
+    rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
+    if priority_GS is not None:
+        rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
+    return Queue(rank_GSK, length_GE)
+
+
+def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -> Routing:
+    """Give each choice that is within the capacity its place at its expert.
+
+    In eager mode the places are exactly the rows that are kept; reading their number waits for the device. Under
+    torch.compile or a trace, and on the meta device, every expert has ``capacity`` places in each group, used or not, so that all
+    shapes are known beforehand. What comes back from the experts is the same.
+
+    Args:
+        expert_GSK: chosen experts.
+        weight_GSK: their weights.
+        line: from :func:`queue`.
+        capacity: choices that an expert takes of each group; rows of a group for all.
+    """
+    groups, rows, _ = expert_GSK.shape
+    num_experts = line.length_GE.shape[1]
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or expert_GSK.is_meta:
+        places_EG = torch.full_like(line.length_GE.T, capacity)
+        sizes = [groups * capacity] * num_experts
+    else:
+        places_EG = line.length_GE.T.clamp(max=capacity)
+        sizes = places_EG.sum(1).tolist()
+    start_EG = (places_EG.flatten().cumsum(0) - places_EG.flatten()).view(num_experts, groups)
+    start_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK)
+    kept_GSK = line.rank_GSK < capacity
+    # One more place takes in what is dropped; it is cut off before anyone looks at it.
+    place_GSK = torch.where(kept_GSK, start_GSK + line.rank_GSK, sum(sizes))
+    row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
+    order = row_GSK.new_zeros(sum(sizes) + 1).scatter_(0, place_GSK.flatten(), row_GSK.flatten())[:-1]
+    return Routing(
+        order,
+        sizes,
+        torch.where(kept_GSK, place_GSK, 0).flatten(0, 1),
+        torch.where(kept_GSK, weight_GSK, 0).flatten(0, 1),
+    )
+
+
+def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
+    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``."""
+    return x_TD.index_select(0, routing.order)
+
+
+def combine(y_ND: Tensor, routing: Routing) -> Tensor:
+    """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept."""
+    choices = [y_ND.index_select(0, place) for place in routing.place.unbind(1)]
+    if routing.weight is not None:
+        weights = routing.weight.to(y_ND.dtype).unsqueeze(2).unbind(1)
+        choices = [weight * choice for weight, choice in zip(weights, choices, strict=True)]
+    return sum(choices[1:], start=choices[0])

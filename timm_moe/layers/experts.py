@@ -51,14 +51,16 @@ class Experts(Stacked):
         num_experts: E.
         init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the first
             and draws the others anew with the same mean and standard deviation (EWA, section 3.1: from scratch).
+        dropout: rate of the dropout inside the experts; by default that of ``ffn``.
 
     Raises:
-        ValueError: if ``num_experts`` is below 1, ``init`` is unknown or ``ffn`` has buffers.
+        ValueError: if ``num_experts`` is below 1, ``init`` is unknown, ``ffn`` has buffers, or a ``dropout`` is given
+            and ``ffn`` has none or it is not in [0, 1].
     """
 
     _ffn: nn.Module
 
-    def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same"):
+    def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same", dropout: float | None = None):
         super().__init__(num_experts)
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
@@ -73,6 +75,8 @@ class Experts(Stacked):
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
         # The structure of one expert, without weights. It is not a submodule: its parameters must not show anywhere.
         object.__setattr__(self, "_ffn", _without_weights(ffn))
+        if dropout is not None:
+            _set_dropout(self._ffn, dropout)
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
@@ -141,6 +145,16 @@ def _redraw(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         return tensor
     return torch.empty_like(tensor).normal_(tensor.mean().item(), tensor.std(correction=0).item())
+
+
+def _set_dropout(ffn: nn.Module, rate: float) -> None:
+    dropouts = [module for module in ffn.modules() if isinstance(module, nn.Dropout)]
+    if not dropouts:
+        raise ValueError(f"A {type(ffn).__name__} has no dropout, so expert_dropout cannot be set.")
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+        raise ValueError(f"expert_dropout must lie between 0 and 1, got {rate!r}.")
+    for dropout in dropouts:
+        dropout.p = float(rate)
 
 
 def _call(ffn: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -1,17 +1,74 @@
-"""The expert layer that takes the place of a transformer block's feed-forward network."""
+"""The expert layers that take the place of a transformer block's feed-forward network."""
 
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .dispatch import dispatch, undispatch
+from .dispatch import combine, dispatch
 from .experts import Experts
-from .routing import RandomPartition, Routing
+from .routing import RandomPartition
 
 
 class MoeMlp(Experts):
-    """E experts and a random partition: drops in where timm has an Mlp (EWA, section 3.1).
+    """A router and E experts: drops in where timm has an Mlp.
+
+    Args:
+        ffn: the dense network to replace.
+        router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the E experts.
+        num_experts: E.
+        expert_init: see :class:`Experts`.
+        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]; 0 for not at all.
+            The layer only holds the number; :class:`timm_moe.ExpertWeightAveraging` carries it out.
+        share_schedule: name of the course that the rate takes over training, see ``timm_moe.schedules``.
+        expert_dropout: see :class:`Experts`.
+
+    Attributes:
+        path: name of the layer in its model, for messages.
+    """
+
+    #: Every layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
+    alive: ClassVar["weakref.WeakSet[MoeMlp]"] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        ffn: nn.Module,
+        router: nn.Module,
+        num_experts: int,
+        expert_init: str = "same",
+        share_rate: float = 0.0,
+        share_schedule: str = "early",
+        expert_dropout: float | None = None,
+    ):
+        super().__init__(ffn, num_experts, expert_init, expert_dropout)
+        self.router = router
+        self.share_rate = share_rate
+        self.share_schedule = share_schedule
+        self.path = ""
+        self.alive.add(self)
+
+    def __setstate__(self, state):  # a deep copy or an unpickled layer
+        super().__setstate__(state)
+        self.alive.add(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A dense network knows nothing of a router: it keeps the weights it has.
+        if any(
+            name in state_dict and state_dict[name].shape == stacked.shape[1:]
+            for name, stacked in ((prefix + name, stacked) for name, stacked in self.named_expert_parameters())
+        ):
+            for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
+                state_dict.setdefault(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x of shape (..., D) to the same shape."""
+        routing = self.router(x)
+        return combine(self.run(dispatch(x.reshape(-1, x.shape[-1]), routing), routing.sizes), routing).reshape(x.shape)
+
+
+class EwaMlp(MoeMlp):
+    """The expert layer of EWA (section 3.1): random partitions in training, the mean of the experts in eval mode.
 
     In training each expert computes its part of a fresh random partition of all rows of the local batch. In eval mode
     the layer computes the feed-forward network that will be deployed, the mean of the experts (eq. 7).
@@ -20,9 +77,9 @@ class MoeMlp(Experts):
         ffn: the dense network to replace.
         num_experts: E.
         expert_init: see :class:`Experts`.
-        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. The layer only
-            holds the number; :class:`timm_moe.ExpertWeightAveraging` carries it out.
-        share_schedule: name of the course that the rate takes over training, see ``timm_moe.schedules``.
+        share_rate: see :class:`MoeMlp`.
+        share_schedule: see :class:`MoeMlp`.
+        expert_dropout: see :class:`Experts`.
         eval_mode: ``"average"``, or ``"partition"`` to evaluate the experts on random partitions as in training
             (for analysis: the outputs are random).
 
@@ -31,8 +88,6 @@ class MoeMlp(Experts):
     """
 
     EVAL_MODES = ("average", "partition")
-    #: Every layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
-    alive: ClassVar["weakref.WeakSet[MoeMlp]"] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -41,28 +96,17 @@ class MoeMlp(Experts):
         expert_init: str = "same",
         share_rate: float = 0.3,
         share_schedule: str = "linear",
+        expert_dropout: float | None = None,
         eval_mode: str = "average",
     ):
-        super().__init__(ffn, num_experts, expert_init)
+        router = RandomPartition(num_experts)
+        super().__init__(ffn, router, num_experts, expert_init, share_rate, share_schedule, expert_dropout)
         if eval_mode not in self.EVAL_MODES:
             raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
-        self.router = RandomPartition(num_experts)
-        self.share_rate = share_rate
-        self.share_schedule = share_schedule
         self.eval_mode = eval_mode
-        self.alive.add(self)
-
-    def __setstate__(self, state):  # a deep copy or an unpickled layer
-        super().__setstate__(state)
-        self.alive.add(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x of shape (..., D) to the same shape."""
         if not self.training and self.eval_mode == "average":
             return self.run_mean(x)
-        x_TD = x.reshape(-1, x.shape[-1])
-        return self.run_routed(x_TD, self.router(x_TD)).reshape(x.shape)
-
-    def run_routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send each row of ``x_TD`` through the expert that ``routing`` gives it."""
-        return undispatch(self.run(dispatch(x_TD, routing.order), routing.sizes), routing.order)
+        return super().forward(x)

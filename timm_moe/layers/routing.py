@@ -1,21 +1,20 @@
-"""Who decides which rows go to which expert."""
+"""Who decides which rows go to which expert.
 
-from typing import NamedTuple
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, queue
+from .losses import balance_loss, importance_loss, load_loss
 
-class Routing(NamedTuple):
-    """Which rows each expert gets.
-
-    Attributes:
-        order: (T,) row indices sorted by expert: first the rows of expert 0, then those of expert 1, ...
-        sizes: number of rows of each expert, E integers.
-    """
-
-    order: Tensor
-    sizes: list[int]
+LOSSES = ("importance", "load", "balance")
 
 
 class RandomPartition(nn.Module):
@@ -32,9 +31,220 @@ class RandomPartition(nn.Module):
         super().__init__()
         self.num_experts = num_experts
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        """Partition the T rows of ``x_TD``."""
-        rows = x_TD.shape[0]
+    def forward(self, x: Tensor) -> Routing:
+        """Partition the rows of x of shape (..., D)."""
+        rows = x.shape[:-1].numel()
         quotient, remainder = divmod(rows, self.num_experts)
         sizes = [quotient + (expert < remainder) for expert in range(self.num_experts)]
-        return Routing(torch.randperm(rows, device=x_TD.device), sizes)
+        order = torch.randperm(rows, device=x.device)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(rows, device=x.device)
+        return Routing(order, sizes, place.unsqueeze(1), None)
+
+
+class RouterRecord(NamedTuple):
+    """What a router has to say of one forward in training.
+
+    Attributes:
+        losses: mean over the groups of each of its losses by name, without their weights, detached.
+        weighted_loss: their weighted sum, to be added to the training loss; None if all weights are 0.
+        load: (E,) number of choices that went for each expert, dropped ones included.
+        dropped: () number of choices that found no place.
+        finite: () whether all logits were finite numbers.
+    """
+
+    losses: dict[str, Tensor]
+    weighted_loss: Tensor | None
+    load: Tensor
+    dropped: Tensor
+    finite: Tensor
+
+
+class TopKRouter(nn.Module):
+    """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
+
+    The gate is the softmax over all experts, taken before the choice and not renormalised after it. Logits, gates and
+    losses are computed in float32 at least, under autocast too.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        top_k: K, experts of each row.
+        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the logits.
+        capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices of a group and the
+            others are dropped; None to drop nothing.
+        eval_capacity_factor: the same in eval mode.
+        capacity_multiple: the capacity is rounded up to a multiple of this.
+        capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
+        batch_priority: rows with a larger first gate queue first, instead of in their order.
+        group_images: entries of the batch that share queues, capacities and losses; by default all. In eval mode a
+            batch that they do not divide is one group.
+        loss_weights: weight of each of the losses ``"importance"``, ``"load"`` and ``"balance"``, 0 if not given.
+
+    Attributes:
+        weight: (E, D) parameter.
+        records: what happened in the training forwards since the records were last cleared, oldest first.
+
+    Raises:
+        ValueError: on an option outside its range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        noise_std: float = 0.0,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        capacity_multiple: int = 4,
+        capacity_rounding: str = "ceil",
+        batch_priority: bool = False,
+        group_images: int | None = None,
+        loss_weights: Mapping[str, float] | None = None,
+    ):
+        super().__init__()
+        loss_weights = dict(loss_weights or {})
+        _check_range("top_k", top_k, int, 1, num_experts)
+        _check_range("noise_std", noise_std, float, 0)
+        _check_range("capacity_multiple", capacity_multiple, int, 1)
+        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
+            if factor is not None:
+                _check_range(name, factor, float, 0, above=True)
+        if group_images is not None:
+            _check_range("group_images", group_images, int, 1)
+        if capacity_rounding not in ROUNDINGS:
+            raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
+        for name, weight in loss_weights.items():
+            if name not in LOSSES:
+                raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
+            _check_range(f"The weight of the {name} loss", weight, float, 0)
+        if loss_weights.get("load") and not noise_std:
+            raise ValueError(
+                "The load loss is about the noise on the logits: it needs a noise_std above 0, or leave the load loss out."
+            )
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.noise_std = noise_std
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.capacity_multiple = capacity_multiple
+        self.capacity_rounding = capacity_rounding
+        self.batch_priority = batch_priority
+        self.group_images = group_images
+        self.loss_weights = {name: weight for name, weight in loss_weights.items() if weight}
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.records: list[RouterRecord] = []
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def __getstate__(self) -> dict[str, Any]:  # of a deep copy or a pickle, to which no graph must be tied
+        return {**self.__dict__, "records": []}
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, ..., D).
+
+        Raises:
+            ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
+        """
+        x_GSD = x.reshape(self._groups(x.shape[0]), -1, x.shape[-1])
+        with _no_autocast(x):
+            logits_GSE = self._logits(x_GSD)
+            noisy_GSE = logits_GSE
+            if self.training and self.noise_std:
+                noisy_GSE = logits_GSE + torch.randn_like(logits_GSE) * (self.noise_std / self.num_experts)
+            gate_GSE = noisy_GSE.softmax(2)
+            weight_GSK, expert_GSK = _top_k(gate_GSE, self.top_k)
+            line = queue(expert_GSK, self.num_experts, weight_GSK[..., 0] if self.batch_priority else None)
+            capacity = self._capacity(x_GSD.shape[1])
+            if self.training and torch.is_grad_enabled():
+                losses = self._losses(logits_GSE, noisy_GSE, gate_GSE, expert_GSK)
+                self.records.append(
+                    RouterRecord(
+                        losses={name: loss.detach() for name, loss in losses.items()},
+                        weighted_loss=_weighted_sum(losses, self.loss_weights),
+                        load=line.length_GE.sum(0),
+                        dropped=(line.length_GE - capacity).clamp(min=0).sum(),
+                        finite=logits_GSE.isfinite().all(),
+                    )
+                )
+        return assign(expert_GSK, weight_GSK, line, capacity)
+
+    def _groups(self, batch: int) -> int:
+        size = self.group_images
+        if size is None or (batch % size and not self.training):
+            return 1
+        if batch % size:
+            allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
+            raise ValueError(
+                f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
+            )
+        return batch // size
+
+    def _logits(self, x_GSD: Tensor) -> Tensor:
+        dtype = torch.promote_types(x_GSD.dtype, torch.float32)
+        return nn.functional.linear(x_GSD.to(dtype), self.weight.to(dtype))
+
+    def _capacity(self, rows: int) -> int:
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        if factor is None:
+            return rows  # a row chooses an expert at most once
+        capacity = expert_capacity(
+            rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
+        )
+        return min(capacity, rows)
+
+    def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, expert_GSK: Tensor) -> dict[str, Tensor]:
+        """Mean over the groups of each loss that has a weight."""
+        losses = {}
+        if "importance" in self.loss_weights:
+            losses["importance"] = importance_loss(
+                gate_GSE if noisy_GSE is logits_GSE else logits_GSE.softmax(2)
+            ).mean()
+        if "load" in self.loss_weights:
+            std = self.noise_std / self.num_experts
+            losses["load"] = load_loss(logits_GSE, noisy_GSE, expert_GSK[..., -1], std).mean()
+        if "balance" in self.loss_weights:
+            losses["balance"] = balance_loss(gate_GSE, expert_GSK[..., 0]).mean()
+        return losses
+
+    def extra_repr(self) -> str:
+        shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
+        options = [f"{name}={value}" for name in shown if (value := getattr(self, name))]
+        return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
+
+
+def clear_records(module: nn.Module, *args: Any) -> None:
+    """Forget what the routers in a module recorded; also a forward pre-hook, which begins each training forward."""
+    if module.training and torch.is_grad_enabled():
+        for router in module.modules():
+            if isinstance(router, TopKRouter):
+                router.records = []
+
+
+def _weighted_sum(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor | None:
+    weighted = [weights[name] * loss for name, loss in losses.items()]
+    return sum(weighted[1:], start=weighted[0]) if weighted else None
+
+
+def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest entries of the last dimension, of equal ones the first (topk leaves it open)."""
+    if k == 1:  # much faster than a sort
+        return gate.max(-1, keepdim=True)
+    values, indices = gate.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], indices[..., :k]
+
+
+def _no_autocast(x: Tensor) -> Any:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # there is none for meta
+
+
+def _check_range(name: str, value: Any, kind: type, low: float, high: float = math.inf, above: bool = False) -> None:
+    number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (above and value == low) or math.isinf(value):
+        bounds = f"between {low} and {high}" if high < math.inf else f"above {low}" if above else f"at least {low}"
+        noun = "an integer" if kind is int else "a number"
+        raise ValueError(f"{name} must be {noun} {bounds}, got {value!r}.")

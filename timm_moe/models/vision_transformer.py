@@ -1,11 +1,12 @@
-"""Vision Transformers with expert layers: EWA (arXiv 2308.06093)."""
+"""Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), naive top-1 MoE (2101.03961)."""
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import nn
+from torch import Tensor, nn
 
 from .mixin import MoeMixin, architecture_args
 
@@ -13,40 +14,105 @@ __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 
 
 class MoeVisionTransformer(MoeMixin, VisionTransformer):
-    """timm's VisionTransformer with expert layers."""
+    """timm's VisionTransformer with expert layers.
+
+    Args:
+        pre_logits: put ``tanh(Linear(D, D))`` before the classifier, as the ViT and V-MoE papers do in pre-training.
+    """
 
     stock_class = VisionTransformer
 
+    def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pre_logits: nn.Module = nn.Identity()
+        if pre_logits:
+            linear = nn.Linear(self.embed_dim, self.embed_dim)
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+            self.pre_logits = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
 
-#: The stock models whose pretrained tags the EWA models take over.
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.pre_logits(super().forward_head(x, pre_logits=True))
+        return x if pre_logits else self.head(x)
+
+    def restore_stock_class(self) -> None:
+        if not isinstance(self.pre_logits, nn.Identity):
+            raise ValueError(
+                "timm's VisionTransformer has no layer before its classifier, so a model with pre_logits=True cannot "
+                "become one."
+            )
+        del self.pre_logits
+        super().restore_stock_class()
+
+
+#: The stock models whose pretrained tags the expert models take over, and which they are exported as.
 _STOCK = {
     "vit_tiny_ewa_moe": "vit_tiny_patch16_224",
     "vit_small_ewa_moe": "vit_small_patch16_224",
     "vit_base_ewa_moe": "vit_base_patch16_224",
     "vit_large_ewa_moe": "vit_large_patch16_224",
+    "vit_tiny_moe": "vit_tiny_patch16_224",
+    "vit_small_moe": "vit_small_patch16_224",
+    "vit_base_moe": "vit_base_patch16_224",
+    "vmoe_b32": "vit_base_patch32_224",
+    "vmoe_b16": "vit_base_patch16_224",
+    "vmoe_l32": "vit_large_patch32_224",
+    "vmoe_l16": "vit_large_patch16_224",
+    "vmoe_h14": "vit_huge_patch14_224",
 }
+
+#: ViT-XT/4 at 32 px: preprocessing of CIFAR-100, the EWA paper's first data set.
+_XTINY_CFG = dict(
+    num_classes=100,
+    input_size=(3, 32, 32),
+    fixed_input_size=True,
+    crop_pct=1.0,
+    interpolation="bicubic",
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+    first_conv="patch_embed.proj",
+    classifier="head",
+)
+#: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
+_VMOE_S_CFG = dict(
+    num_classes=1000,
+    input_size=(3, 224, 224),
+    fixed_input_size=True,
+    crop_pct=0.875,
+    interpolation="bilinear",
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    first_conv="patch_embed.proj",
+    classifier="head",
+)
 
 default_cfgs = generate_default_cfgs(
     {
         # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
-        f"{name}.{cfg.tag}": replace(cfg, url="", custom_load=False)
+        f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False)
         for name, stock in _STOCK.items()
         for cfg in get_arch_pretrained_cfgs(stock).values()
     }
-    | {
-        "vit_xtiny_ewa_moe": dict(
-            num_classes=100,
-            input_size=(3, 32, 32),
-            fixed_input_size=True,
-            crop_pct=1.0,
-            interpolation="bicubic",
-            mean=(0.5071, 0.4865, 0.4409),  # of CIFAR-100, the paper's first data set
-            std=(0.2673, 0.2564, 0.2762),
-            first_conv="patch_embed.proj",
-            classifier="head",
-        )
-    }
+    | {"vit_xtiny_ewa_moe": _XTINY_CFG, "vit_xtiny_moe": _XTINY_CFG, "vmoe_s32": _VMOE_S_CFG}
 )
+
+#: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
+_NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
+#: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
+_VMOE = dict(
+    router="top_k",
+    num_experts=32,
+    moe_layers="last-2",
+    expert_init="same",
+    top_k=2,
+    noise_std=1.0,
+    capacity_factor=1.05,
+    aux_loss="importance+load",
+    aux_loss_weight=0.01,
+)
+#: The EWA paper's model for small data (section 5.1; sizes of arXiv 2112.13492). timm has no stock model of this shape:
+#: it is exported as a vit_tiny_patch16_224 with these arguments.
+_XTINY = dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2, num_classes=100)
 
 
 def _create_moe_vit(
@@ -76,37 +142,110 @@ def _create_moe_vit(
     return model
 
 
+def _create_stock_sized(name: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
+    return _create_moe_vit(name, _STOCK[name], pretrained, model_args, kwargs)
+
+
 @register_model
 def vit_tiny_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """EWA ViT-Ti/16."""
     model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
-    return _create_moe_vit("vit_tiny_ewa_moe", _STOCK["vit_tiny_ewa_moe"], pretrained, model_args, kwargs)
+    return _create_stock_sized("vit_tiny_ewa_moe", pretrained, model_args, kwargs)
 
 
 @register_model
 def vit_small_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """EWA ViT-S/16."""
     model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
-    return _create_moe_vit("vit_small_ewa_moe", _STOCK["vit_small_ewa_moe"], pretrained, model_args, kwargs)
+    return _create_stock_sized("vit_small_ewa_moe", pretrained, model_args, kwargs)
 
 
 @register_model
 def vit_base_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """EWA ViT-B/16."""
     model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
-    return _create_moe_vit("vit_base_ewa_moe", _STOCK["vit_base_ewa_moe"], pretrained, model_args, kwargs)
+    return _create_stock_sized("vit_base_ewa_moe", pretrained, model_args, kwargs)
 
 
 @register_model
 def vit_large_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """EWA ViT-L/16."""
     model_args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
-    return _create_moe_vit("vit_large_ewa_moe", _STOCK["vit_large_ewa_moe"], pretrained, model_args, kwargs)
+    return _create_stock_sized("vit_large_ewa_moe", pretrained, model_args, kwargs)
 
 
 @register_model
 def vit_xtiny_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """EWA ViT-XT/4 at 32 px, the paper's model for small data (section 5.1; sizes of arXiv 2112.13492)."""
-    model_args = dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2, num_classes=100)
-    # timm has no stock model of this shape: the export is a vit_tiny_patch16_224 with these arguments.
-    return _create_moe_vit("vit_xtiny_ewa_moe", "vit_tiny_patch16_224", pretrained, {}, {**model_args, **kwargs})
+    """EWA ViT-XT/4 at 32 px."""
+    return _create_moe_vit("vit_xtiny_ewa_moe", "vit_tiny_patch16_224", pretrained, {}, {**_XTINY, **kwargs})
+
+
+@register_model
+def vit_xtiny_moe(pretrained: bool = False, **kwargs) -> nn.Module:
+    """Naive MoE ViT-XT/4 at 32 px."""
+    return _create_moe_vit("vit_xtiny_moe", "vit_tiny_patch16_224", pretrained, _NAIVE, {**_XTINY, **kwargs})
+
+
+@register_model
+def vit_tiny_moe(pretrained: bool = False, **kwargs) -> nn.Module:
+    """Naive MoE ViT-Ti/16."""
+    model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3, **_NAIVE)
+    return _create_stock_sized("vit_tiny_moe", pretrained, model_args, kwargs)
+
+
+@register_model
+def vit_small_moe(pretrained: bool = False, **kwargs) -> nn.Module:
+    """Naive MoE ViT-S/16."""
+    model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6, **_NAIVE)
+    return _create_stock_sized("vit_small_moe", pretrained, model_args, kwargs)
+
+
+@register_model
+def vit_base_moe(pretrained: bool = False, **kwargs) -> nn.Module:
+    """Naive MoE ViT-B/16."""
+    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **_NAIVE)
+    return _create_stock_sized("vit_base_moe", pretrained, model_args, kwargs)
+
+
+@register_model
+def vmoe_s32(pretrained: bool = False, **kwargs) -> nn.Module:
+    """V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S."""
+    size = dict(embed_dim=512, depth=8, num_heads=8)  # what the export needs beside the name of the stock model
+    return _create_moe_vit(
+        "vmoe_s32", "vit_small_patch32_224", pretrained, {"patch_size": 32, **_VMOE}, {**size, **kwargs}
+    )
+
+
+@register_model
+def vmoe_b32(pretrained: bool = False, **kwargs) -> nn.Module:
+    """V-MoE-B/32."""
+    model_args = dict(patch_size=32, embed_dim=768, depth=12, num_heads=12, **_VMOE)
+    return _create_stock_sized("vmoe_b32", pretrained, model_args, kwargs)
+
+
+@register_model
+def vmoe_b16(pretrained: bool = False, **kwargs) -> nn.Module:
+    """V-MoE-B/16."""
+    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **_VMOE)
+    return _create_stock_sized("vmoe_b16", pretrained, model_args, kwargs)
+
+
+@register_model
+def vmoe_l32(pretrained: bool = False, **kwargs) -> nn.Module:
+    """V-MoE-L/32."""
+    model_args = dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16, **_VMOE)
+    return _create_stock_sized("vmoe_l32", pretrained, model_args, kwargs)
+
+
+@register_model
+def vmoe_l16(pretrained: bool = False, **kwargs) -> nn.Module:
+    """V-MoE-L/16."""
+    model_args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16, **_VMOE)
+    return _create_stock_sized("vmoe_l16", pretrained, model_args, kwargs)
+
+
+@register_model
+def vmoe_h14(pretrained: bool = False, **kwargs) -> nn.Module:
+    """V-MoE-H/14."""
+    model_args = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16, **{**_VMOE, "moe_layers": "last-5"})
+    return _create_stock_sized("vmoe_h14", pretrained, model_args, kwargs)

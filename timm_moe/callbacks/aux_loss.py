@@ -1,0 +1,194 @@
+"""During training: the routers' losses join the training loss, and their statistics reach the user."""
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..layers import MoeMlp, RouterRecord, TopKRouter, clear_records
+from .ewa import is_primary, trained_layers
+
+_logger = logging.getLogger(__name__)
+
+#: Training forwards between two looks at whether the routers' logits were finite: the log interval of timm's train.py.
+#: Each look waits for the device, so it is not done at every step.
+FINITE_CHECK_INTERVAL = 50
+
+
+@dataclass(frozen=True)
+class RoutingSummary:
+    """What a router did over a number of training forwards.
+
+    Attributes:
+        losses: mean of each of its losses by name, without their weights.
+        dropped: fraction of all choices (K for each token) that found no place at their expert.
+        load: fraction of all choices that went for each expert, dropped ones included; they sum to 1.
+    """
+
+    losses: dict[str, float]
+    dropped: float
+    load: list[float]
+
+    def __str__(self) -> str:
+        losses = "".join(f"{name} {value:.3g}, " for name, value in self.losses.items())
+        mean = sum(self.load) / len(self.load)
+        load = f"{min(self.load):.3f} / {mean:.3f} / {max(self.load):.3f}"
+        return f"{losses}dropped {self.dropped:.1%}, load min/mean/max {load}"
+
+
+class _Totals:
+    """Sums over the training forwards of one router, on its device; reading them waits for it."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.losses: dict[str, Tensor] = {}
+        self.load: Tensor | int = 0
+        self.dropped: Tensor | int = 0
+        self.not_finite: Tensor | int = 0
+        self.complete = False  # told of; the next record begins anew
+
+    def add(self, record: RouterRecord) -> None:
+        self.forwards += 1
+        self.losses = {name: self.losses.get(name, 0) + loss for name, loss in record.losses.items()}
+        self.load = self.load + record.load
+        self.dropped = self.dropped + record.dropped
+        self.not_finite = self.not_finite + (~record.finite).long()
+
+    def summary(self) -> RoutingSummary:
+        load = torch.as_tensor(self.load).double().cpu()
+        choices = load.sum().item()
+        return RoutingSummary(
+            losses={name: float(total) / self.forwards for name, total in self.losses.items()},
+            dropped=int(self.dropped) / choices,
+            load=(load / choices).tolist(),
+        )
+
+
+#: What has been added to a loss, for each router: the records, as the router holds them.
+_added: "weakref.WeakKeyDictionary[TopKRouter, list[RouterRecord]]" = weakref.WeakKeyDictionary()
+_totals: "weakref.WeakKeyDictionary[TopKRouter, _Totals]" = weakref.WeakKeyDictionary()
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """The weighted sum of the routers' losses of the model's last training forward, to be added to the training loss.
+
+    Under timm's train.py, and with any ``timm.task.TrainingTask``, it is in the loss already.
+
+    Returns:
+        A scalar with a gradient; zero if no router recorded a loss (in eval mode, without gradients, or with
+        ``aux_loss_weight=0``).
+    """
+    losses = []
+    for layer in _routed_layers(model):
+        records = layer.router.records
+        if records and _added.get(layer.router) is not records:
+            _added[layer.router] = records
+            _check_finite(layer, _count(layer.router, records))
+        losses += [record.weighted_loss for record in records if record.weighted_loss is not None]
+    if not losses:
+        reference = next(model.parameters(), None)
+        return torch.zeros((), device=None if reference is None else reference.device)
+    return torch.stack(losses).sum()
+
+
+def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingSummary]:
+    """Router losses, dropped choices and load of each expert, averaged over the training forwards.
+
+    They are counted when their losses are added (by :func:`auxiliary_loss` or a timm training task), in this process,
+    from the start, the last reset, or the last end of an epoch that a scheduler of timm was told of.
+
+    Args:
+        model: holds routed expert layers.
+        reset: begin anew afterwards.
+
+    Returns:
+        The summary of each layer by its name; layers that were not trained yet are left out.
+    """
+    summaries = {}
+    for name, module in unwrap_model(model).named_modules():
+        totals = _totals.get(module.router) if isinstance(module, MoeMlp) else None  # type: ignore[arg-type]
+        if totals is not None:
+            summaries[name] = totals.summary()
+            totals.complete |= reset
+    return summaries
+
+
+@torch.compiler.disable
+def before_task(task: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a timm training task."""
+    clear_records(task)
+
+
+@torch.compiler.disable
+def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, Any]:
+    """Forward hook of a timm training task: adds the routers' losses to its loss."""
+    if not any(layer.router.records for layer in _routed_layers(task)):
+        return result
+    loss = auxiliary_loss(task)
+    return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
+
+
+def require_added(optimizer: Optimizer, *args: Any) -> None:
+    """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
+    forgotten = [
+        layer
+        for layer in MoeMlp.alive
+        if isinstance(layer.router, TopKRouter)
+        and _added.get(layer.router) is not layer.router.records
+        and any(record.weighted_loss is not None for record in layer.router.records)
+    ]
+    if forgotten and trained_layers(optimizer, forgotten):
+        raise RuntimeError(
+            "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
+            "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, or "
+            "create the model with aux_loss_weight=0."
+        )
+
+
+def log_epoch(optimizer: Optimizer) -> None:
+    """Log the summary of each router that the optimizer trains, and begin anew; done at the end of an epoch."""
+    trained = [layer for layer in trained_layers(optimizer, MoeMlp.alive) if layer.router in _totals]
+    for layer in sorted(trained, key=_order):
+        totals = _totals[layer.router]  # type: ignore[index]
+        if not totals.complete:
+            _check_finite(layer, totals, now=True)
+            if is_primary():
+                _logger.info(f"Routing in {layer.path or 'an expert layer'}: {totals.summary()}.")
+            totals.complete = True
+
+
+def _routed_layers(model: nn.Module) -> list[Any]:
+    return [
+        module for module in model.modules() if isinstance(module, MoeMlp) and isinstance(module.router, TopKRouter)
+    ]
+
+
+def _count(router: TopKRouter, records: list[RouterRecord]) -> _Totals:
+    totals = _totals.get(router)
+    if totals is None or totals.complete:
+        totals = _totals[router] = _Totals()
+    for record in records:
+        totals.add(record)
+    return totals
+
+
+def _check_finite(layer: MoeMlp, totals: _Totals, now: bool = False) -> None:
+    """Warn of NaN or Inf in the router's logits."""
+    if not now and totals.forwards % FINITE_CHECK_INTERVAL:
+        return
+    bad = int(totals.not_finite)
+    if bad:
+        _logger.warning(
+            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in {bad} of the last "
+            f"{totals.forwards} training forwards."
+        )
+
+
+def _order(layer: MoeMlp) -> list[Any]:
+    """Sort key: blocks by number."""
+    return [int(part) if part.isdecimal() else -1 for part in layer.path.split(".")]

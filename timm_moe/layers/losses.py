@@ -1,0 +1,58 @@
+"""Losses that keep a router from favouring a few experts: pure functions, one value for each group.
+
+Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
+"""
+
+import torch
+from torch import Tensor
+
+
+def importance_loss(gate_GSE: Tensor) -> Tensor:
+    """How unequal the experts' summed gates are (V-MoE, arXiv 2106.05974, appendix A.1; Shazeer et al. 2017, eq. 7).
+
+    Args:
+        gate_GSE: softmax of the router's logits, without noise.
+
+    Returns:
+        (G,) squared coefficient of variation of the sums, 0 if they are equal.
+    """
+    return _squared_variation(gate_GSE.sum(1))
+
+
+def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float) -> Tensor:
+    """How unequal the experts' chances of being chosen are, were the noise drawn again (V-MoE, appendix A.2).
+
+    Args:
+        logits_GSE: without noise.
+        noisy_logits_GSE: with the noise that decided.
+        last_choice_GS: index of each token's K-th expert; its noisy logit is what any expert has to exceed.
+        noise_std: standard deviation of the noise on the logits.
+
+    Returns:
+        (G,) squared coefficient of variation of the experts' mean chances.
+    """
+    threshold_GS1 = noisy_logits_GSE.gather(2, last_choice_GS.unsqueeze(2))
+    chance_GSE = torch.special.ndtr((logits_GSE - threshold_GS1) / noise_std)
+    return _squared_variation(chance_GSE.mean(1))
+
+
+def balance_loss(gate_GSE: Tensor, first_choice_GS: Tensor) -> Tensor:
+    """E times the sum over experts of (fraction of tokens whose first choice it is) x (mean gate).
+
+    Switch Transformer (arXiv 2101.03961), eq. 4; also GShard's. 1 if both are uniform, E if one expert takes all.
+
+    Args:
+        gate_GSE: softmax of the logits that decided.
+        first_choice_GS: index of each token's first expert.
+
+    Returns:
+        (G,).
+    """
+    num_experts = gate_GSE.shape[2]
+    chosen_GE = torch.zeros_like(gate_GSE[:, 0]).scatter_add_(1, first_choice_GS, torch.ones_like(gate_GSE[..., 0]))
+    return num_experts * (chosen_GE / gate_GSE.shape[1] * gate_GSE.mean(1)).sum(1)
+
+
+def _squared_variation(x_GE: Tensor) -> Tensor:
+    """Squared coefficient of variation over the experts; the variance is the population's, as in the reference."""
+    return x_GE.var(1, correction=0) / x_GE.mean(1).square()
