@@ -5,13 +5,16 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
+from conftest import SMALL_VIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
-from torch import nn
 
-from timm_moe.layers import MoeMlp, TopKRouter, clear_records
+import timm_moe
+from timm_moe.checkpoints.vmoe import state_dict_from_flax
+from timm_moe.layers import MoeMlp, TopKRouter
 from timm_moe.layers.dispatch import assign, combine, dispatch, expert_capacity, queue
 from timm_moe.layers.losses import balance_loss, importance_loss, load_loss
 
@@ -119,3 +122,300 @@ def test_router_matches_the_reference(golden, noisy, monkeypatch):
         (probe_grad,) = torch.autograd.grad((combined * result.probe_R).sum(), [router.weight])
         expected = result.grad_sum_combine_R_kernel
         torch.testing.assert_close(probe_grad.T, expected, rtol=0, atol=5e-3 * expected.abs().max().item())
+
+
+TINY = dict(
+    img_size=16, patch_size=4, embed_dim=16, depth=4, num_heads=2, mlp_ratio=2, num_classes=7, act_layer="gelu_tanh",
+    num_experts=4, moe_layers="1,3", group_images=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ["k2_c105", "k1_c10_bpr", "k2_c05_bpr", "k2_c8"])
+def test_model_matches_the_reference(golden, run):
+    arrays = golden("vit_moe_tiny")
+    top_k, capacity_factor, priority = arrays[f"{run}/meta_K_C_bpr"].tolist()
+    model = timm.create_model(
+        "vmoe_s32",
+        **TINY,
+        top_k=int(top_k),
+        capacity_factor=capacity_factor,
+        eval_capacity_factor=capacity_factor,
+        batch_priority=bool(priority),
+        noise_std=0,  # the reference's deterministic mode, in training
+        aux_loss="importance",
+        aux_loss_weight=0.005,
+    )
+    model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
+    images = arrays["images_NHWC"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(model(images), arrays[f"{run}/logits"], rtol=0, atol=1e-4)
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, arrays[f"{run}/auxiliary_loss_G"].mean(), rtol=1e-3, atol=0)
+    summary = timm_moe.routing_summary(model)
+    for block in (1, 3):
+        expected = arrays[f"{run}/importance_loss_block{block}"].mean().item()
+        assert summary[f"blocks.{block}.mlp"].losses["importance"] == pytest.approx(expected, rel=1e-3)
+    torch.testing.assert_close(model.eval()(images), arrays[f"{run}/logits"], rtol=0, atol=1e-4)
+
+
+def test_model_in_training_matches_the_reference(golden, monkeypatch):
+    arrays = golden("vit_moe_tiny")
+    model = timm.create_model("vmoe_s32", **TINY)
+    model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
+    monkeypatch.setattr(torch, "randn_like", lambda x: arrays["noisy/eps_same_for_both_layers"])
+    logits = model(arrays["images_NHWC"].permute(0, 3, 1, 2))
+    torch.testing.assert_close(logits, arrays["noisy/logits"], rtol=0, atol=1e-4)
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, arrays["noisy/auxiliary_loss_G"].mean(), rtol=1e-3, atol=0)
+    for block in (1, 3):
+        losses = timm_moe.routing_summary(model)[f"blocks.{block}.mlp"].losses
+        for name in ("importance", "load"):
+            assert losses[name] == pytest.approx(arrays[f"noisy/{name}_block{block}"].mean().item(), rel=1e-3)
+
+
+def routed(width=5, hidden=6, num_experts=4, expert_init="independent", **options):
+    router = TopKRouter(width, num_experts, **options)
+    return MoeMlp(Mlp(width, hidden), router, num_experts, expert_init)
+
+
+def slow_forward(layer, x, priority, capacity):
+    """What the layer computes, one choice after the other; also which choices were kept."""
+    gates = (x @ layer.router.weight.T).softmax(1)
+    ranked = [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e)) for row in gates.tolist()]
+    rows = list(range(len(x)))
+    if priority:
+        rows.sort(key=lambda row: -gates[row].max().item())
+    taken, kept, y = [0] * layer.num_experts, set(), torch.zeros_like(x)
+    ffns = [
+        layer.to_ffn({name: stacked[expert].detach() for name, stacked in layer.named_expert_parameters()})
+        for expert in range(layer.num_experts)
+    ]
+    for choice in range(layer.router.top_k):
+        for row in rows:
+            expert = ranked[row][choice]
+            if taken[expert] < capacity:
+                y[row] += gates[row, expert] * ffns[expert](x[row])
+                kept.add((row, choice))
+            taken[expert] += 1
+    return y, kept
+
+
+@st.composite
+def routings(draw):
+    num_experts = draw(st.integers(1, 40))
+    return dict(
+        tokens=draw(st.integers(1, 300)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        factor=draw(st.floats(0.1, 10)),
+        multiple=draw(st.sampled_from([1, 4])),
+        priority=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+@settings(max_examples=40, deadline=None)
+@given(case=routings())
+def test_layer_equals_the_slow_reference(road, case):
+    torch.manual_seed(0)
+    layer = routed(
+        num_experts=case["num_experts"],
+        top_k=case["top_k"],
+        capacity_factor=case["factor"],
+        capacity_multiple=case["multiple"],
+        batch_priority=case["priority"],
+    ).double()
+    layer.router.weight.data.normal_()
+    x = torch.randn(1, case["tokens"], 5, dtype=torch.float64)
+    capacity = expert_capacity(
+        case["tokens"] * case["top_k"], case["num_experts"], case["factor"], multiple_of=case["multiple"]
+    )
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        expected, kept = slow_forward(layer, x[0], case["priority"], capacity)
+        if road == "compiled":  # the road alone: compiling each case would take too long
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        y = layer(x)
+        torch.testing.assert_close(y[0], expected, rtol=1e-9, atol=1e-9)
+        nothing_kept = [row for row in range(case["tokens"]) if not any((row, k) in kept for k in range(case["top_k"]))]
+        assert (y[0, nothing_kept] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (50, {"top_k": 2, "capacity_factor": 1.05}),
+        (50, {"top_k": 1}),
+        (3, {"num_experts": 8, "top_k": 3, "batch_priority": True, "capacity_factor": 0.5, "capacity_multiple": 1}),
+        (1, {"top_k": 4}),
+        (8, {"top_k": 2, "group_images": 1, "capacity_factor": 1.0, "noise_std": 1.0, "loss_weights": {"load": 1.0}}),
+    ],
+)
+def test_compiled_as_one_graph_gives_the_same_values_and_gradients(tokens, options):
+    layer = routed(8, 16, **{"loss_weights": {"balance": 1.0}, **options})
+    x = torch.randn(2, tokens, 8, requires_grad=True)
+    outcomes = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        layer.router.records = []
+        y = call(x)
+        loss = y.square().sum() + layer.router.records[0].weighted_loss
+        outcomes.append((y, *torch.autograd.grad(loss, [x, *layer.parameters()])))
+    for eager, compiled in zip(*outcomes, strict=True):
+        torch.testing.assert_close(eager, compiled)
+
+
+def test_inductor_compiles_a_model_as_one_graph_forward_and_backward():
+    model = timm.create_model("vmoe_s32", **TINY)
+    images = torch.randn(4, 3, 16, 16)
+    outcomes = []
+    for call in (model, torch.compile(model, fullgraph=True)):
+        torch.manual_seed(1)
+        loss = call(images).square().mean() + timm_moe.auxiliary_loss(model)
+        outcomes.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    # inductor draws other noise from the same seed, so only without noise are the values the same
+    assert all(value.isfinite().all() for value in outcomes[1])
+    model.eval()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tokens=st.integers(1, 40), num_experts=st.integers(1, 9))
+def test_all_of_equal_experts_without_dropping_compute_the_dense_network(tokens, num_experts):
+    dense = Mlp(8, 16)
+    layer = MoeMlp(dense, TopKRouter(8, num_experts, top_k=num_experts), num_experts)
+    x = torch.randn(tokens, 8)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
+def test_every_expert_and_the_router_have_a_gradient_even_without_rows():
+    layer = routed(num_experts=6)
+    layer(torch.randn(1, 1, 5)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+    assert layer.fc1.weight.grad.abs().sum((1, 2)).count_nonzero() == 1
+
+
+def test_large_capacity_and_none_drop_nothing():
+    x = torch.randn(2, 30, 5)
+    layer = routed(top_k=2, capacity_factor=None)
+    expected = layer(x)
+    layer.router.capacity_factor = 100.0
+    assert torch.equal(layer(x), expected)
+    assert [int(record.dropped) for record in layer.router.records] == [0, 0]
+
+
+def test_eval_has_its_own_capacity_and_no_noise():
+    layer = routed(capacity_factor=0.1, eval_capacity_factor=None, noise_std=5.0)
+    x = torch.randn(3, 20, 5)
+    assert (layer(x) == 0).all(2).sum() > 20
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    assert not (layer(x) == 0).all(2).any()
+    layer.router.eval_capacity_factor = 0.1
+    assert (layer(x) == 0).all(2).sum() > 20
+    assert len(layer.router.records) == 1  # of training only
+
+
+def test_groups_have_their_own_queues():
+    layer = routed(capacity_factor=1.0, group_images=2)
+    x = torch.randn(6, 7, 5)
+    torch.testing.assert_close(layer(x), torch.cat([layer(part) for part in x.split(2)]), rtol=1e-5, atol=1e-6)
+    whole = layer.router.records[0].losses
+    assert whole == {}
+
+
+def test_groups_that_do_not_divide_the_batch():
+    layer = routed(capacity_factor=1.0, group_images=4)
+    with pytest.raises(ValueError, match=r"group_images=4 does not divide the batch of 6 images; 1, 2, 3, 6 would\."):
+        layer(torch.randn(6, 7, 5))
+    assert layer.eval()(torch.randn(6, 7, 5)).shape == (6, 7, 5)  # the last batch of a validation set
+
+
+def test_router_computes_in_float32_under_autocast_and_in_low_precision():
+    layer = routed(8, 16, top_k=2, loss_weights={"balance": 1.0})
+    x = torch.randn(2, 30, 8)
+    expected, exact = layer.router(x), layer.router.records[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = layer.router(x)
+        assert layer(x).dtype == torch.bfloat16
+    assert torch.equal(routing.order, expected.order)
+    assert torch.equal(routing.weight, expected.weight)
+    assert layer.router.records[1].losses["balance"] == exact.losses["balance"]
+    low = copy.deepcopy(layer).bfloat16()
+    assert low(x.bfloat16()).dtype == torch.bfloat16
+    assert low.router(x.bfloat16()).weight.dtype == torch.float32
+
+
+def test_copies_and_pickles_carry_no_graph():
+    layer = routed(loss_weights={"balance": 1.0})
+    layer(torch.randn(2, 3, 5))
+    for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert duplicate.router.records == []
+        assert torch.equal(duplicate.router.weight, layer.router.weight)
+    assert len(layer.router.records) == 1
+
+
+def test_a_dense_checkpoint_leaves_the_router_alone_and_an_expert_one_must_have_it():
+    layer, dense = routed(), Mlp(5, 6)
+    before = layer.router.weight.clone()
+    layer.load_state_dict(dense.state_dict())
+    assert torch.equal(layer.router.weight, before)
+    assert torch.equal(layer.fc2.weight[3], dense.fc2.weight)
+    state_dict = routed().state_dict()
+    layer.load_state_dict(state_dict)
+    assert torch.equal(layer.router.weight, state_dict.pop("router.weight"))
+    with pytest.raises(RuntimeError, match=r"Missing key.*router\.weight"):
+        layer.load_state_dict(state_dict)
+
+
+def test_not_a_number_is_routed_without_a_crash():
+    layer = routed(top_k=2, capacity_factor=1.0)
+    x = torch.randn(2, 9, 5)
+    x[0, 3] = float("nan")
+    y = layer(x)
+    assert y[0, 3].isnan().all()
+    assert not layer.router.records[0].finite
+    assert y.shape == x.shape
+
+
+def test_expert_dropout_is_of_the_experts_only():
+    model = timm.create_model("vmoe_s32", **TINY, expert_dropout=0.5)
+    assert model.blocks[0].mlp.drop1.p == 0
+    layer = model.blocks[1].mlp
+    x = torch.ones(2, 5, 16)
+    assert not torch.equal(layer(x)[0, 0], layer(x)[0, 1])
+    layer.eval()
+    assert torch.equal(layer(x)[0, 0], layer(x)[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 0}, "top_k must be an integer between 1 and 4, got 0"),
+        ({"top_k": 5}, "top_k must be an integer between 1 and 4, got 5"),
+        ({"top_k": 1.5}, "top_k must be an integer between 1 and 4, got 1.5"),
+        ({"noise_std": -1}, "noise_std must be a number at least 0, got -1"),
+        ({"capacity_factor": 0}, "capacity_factor must be a number above 0, got 0"),
+        ({"capacity_factor": -1.0}, "capacity_factor must be a number above 0, got -1.0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor must be a number above 0, got nan"),
+        ({"eval_capacity_factor": "none"}, "eval_capacity_factor must be a number above 0, got 'none'"),
+        ({"capacity_multiple": 0}, "capacity_multiple must be an integer at least 1, got 0"),
+        ({"capacity_rounding": "up"}, "capacity_rounding must be one of ceil, round, floor, got 'up'"),
+        ({"group_images": 0}, "group_images must be an integer at least 1, got 0"),
+        ({"aux_loss_weight": -0.1}, "aux_loss_weight must be a number of at least 0, got -0.1"),
+        ({"aux_loss": "entropy"}, "A router's losses are importance, load, balance, got 'entropy'"),
+        ({"aux_loss": "load"}, "give a noise_std above 0"),
+        ({"expert_dropout": 2}, "expert_dropout must lie between 0 and 1, got 2"),
+        ({"eval_mode": "partition"}, "eval_mode is an option of router='random'; router='top_k' has none"),
+        ({"router": "random"}, "capacity_factor is an option of router='top_k'; router='random' has none"),
+        ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
+    ],
+)
+def test_bad_options_end_in_one_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("vit_tiny_moe", **SMALL_VIT, **options)
+
+
+def test_a_capacity_below_one():
+    layer = routed(capacity_factor=0.01, capacity_rounding="floor")
+    with pytest.raises(ValueError, match=r"capacity_factor=0.01 leaves no place: 6 choices over 4 experts"):
+        layer(torch.randn(2, 3, 5))

@@ -1,6 +1,6 @@
 """Vision mixture-of-experts for timm: importing this package registers its models and training hooks."""
 
-from . import models
+from . import checkpoints, models
 from .callbacks import timm_hooks
 from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
@@ -14,6 +14,7 @@ __all__ = [
     "__version__",
     "auxiliary_loss",
     "average_experts_",
+    "checkpoints",
     "convert_to_moe",
     "export_dense",
     "models",

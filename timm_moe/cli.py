@@ -13,6 +13,7 @@ from timm.utils import ParseKwargs
 
 from .callbacks.export import export_dense
 from .callbacks.source import ModelSpec, describe
+from .checkpoints.vmoe import import_checkpoint
 from .gather import GATHERS
 from .info import model_info
 from .version import __version__
@@ -95,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("model", metavar="MODEL", help="registered name")
     _add_model_options(info)
     info.set_defaults(command=_info)
+
+    import_vmoe = commands.add_parser("import-vmoe", help="convert an official V-MoE checkpoint (JAX) for timm")
+    import_vmoe.add_argument(
+        "prefix", metavar="PREFIX", help="what the names of the checkpoint's .index and .data files have in common"
+    )
+    import_vmoe.add_argument("output", metavar="FILE", help="safetensors file to write")
+    import_vmoe.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    import_vmoe.set_defaults(command=_import_vmoe)
     return parser
 
 
@@ -130,10 +139,11 @@ def _export(args: argparse.Namespace) -> None:
     )
     print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
     difference = result.largest_difference
-    compared = (
-        f"differ from the expert model's by at most {difference:.3g}" if difference else "equal the expert model's"
-    )
-    print(f"Checked: stock timm loads it, and its outputs on random images {compared}.")
+    compared = f"differ by at most {difference:.3g} from" if difference else "equal"
+    source = "those of the mean of the experts" if result.routed else "the expert model's"
+    print(f"Checked: stock timm loads it, and its outputs on random images {compared} {source}.")
+    if result.routed:
+        print("Its experts were routed, so it is not the model that was trained: validate it before you use it.")
     print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
 
 
@@ -150,15 +160,26 @@ def _list(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     info = model_info(args.model, **{"num_classes": args.num_classes, **args.model_kwargs})
+    taken = f", a token takes {info.top_k}" if info.exported is None else ""
+    layers = f"in each of {len(info.moe_layers)} layers, the model has {info.blocks} blocks"
+    evaluated = "exported" if info.exported is not None else "evaluation"
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
-        "experts": f"{info.num_experts} in each of {len(info.moe_layers)} layers, the model has {info.blocks} blocks",
+        "experts": f"{info.num_experts} {layers}{taken}",
         "expert layers": ", ".join(info.moe_layers),
         "parameters, training": f"{info.total:,}",
         "parameters, activated": f"{info.activated:,} per token",
-        "parameters, exported": f"{info.exported:,}",
-        "GFLOPs, exported": f"{info.gflops:.3f} per image ({info.gflops / 2:.3f} GMACs)",
+        **({} if info.exported is None else {"parameters, exported": f"{info.exported:,}"}),
+        f"GFLOPs, {evaluated}": f"{info.gflops:.3f} per image ({info.gflops / 2:.3f} GMACs)",
     }
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
+
+
+def _import_vmoe(args: argparse.Namespace) -> None:
+    imported = import_checkpoint(args.prefix, args.output, args.overwrite)
+    kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
+    print(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}.")
+    print(f'Load it with timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}").')
+    print("The checkpoint does not say how many experts a token takes: top_k is 2 unless you state it.")

@@ -3,8 +3,7 @@
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -85,7 +84,7 @@ def convert_to_moe(
         ValueError: if an option is not one of the above, does not go with the router, or the model has no block that
             can be converted; the model is then unchanged.
     """
-    routed_options = dict(
+    routed_options: dict[str, Any] = dict(
         top_k=top_k,
         noise_std=noise_std,
         capacity_factor=capacity_factor,
@@ -103,18 +102,19 @@ def convert_to_moe(
         raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}.")
     _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options)
     share_rate, share_schedule = _sharing(router, num_experts, share_rate, share_schedule)
-    common = dict(
+    common: dict[str, Any] = dict(
         num_experts=num_experts,
         expert_init=expert_init,
         share_rate=share_rate,
         share_schedule=share_schedule,
         expert_dropout=expert_dropout,
     )
-    make_layer: Callable[[nn.Module], MoeMlp]
-    if router == "random":
-        make_layer = partial(EwaMlp, **common, eval_mode=eval_mode)
-    else:
-        make_layer = partial(_routed_layer, common, routed_options)
+
+    def make_layer(ffn: nn.Module) -> MoeMlp:
+        if router == "random":
+            return EwaMlp(ffn, **common, eval_mode=eval_mode)
+        return MoeMlp(ffn, _make_router(ffn, num_experts, **routed_options), **common)
+
     paths = ffn_paths(model)
     if not paths:
         raise ValueError(
@@ -155,16 +155,14 @@ def _sharing(router: str, num_experts: int, share_rate: float | None, share_sche
     return share_rate, share_schedule
 
 
-def _routed_layer(common: dict[str, Any], options: dict[str, Any], ffn: nn.Module) -> MoeMlp:
+def _make_router(ffn: nn.Module, num_experts: int, aux_loss: str, aux_loss_weight: float, **options: Any) -> TopKRouter:
+    if isinstance(aux_loss_weight, bool) or not isinstance(aux_loss_weight, (int, float)) or not aux_loss_weight >= 0:
+        raise ValueError(f"aux_loss_weight must be a number of at least 0, got {aux_loss_weight!r}.")
+    if not isinstance(aux_loss, str):
+        raise ValueError(f"aux_loss must be names of losses joined by +, got {aux_loss!r}.")
+    names = aux_loss.split("+")
     width = next(module.in_features for module in ffn.modules() if isinstance(module, nn.Linear))
-    options = dict(options)
-    losses, weight = options.pop("aux_loss"), options.pop("aux_loss_weight")
-    names = losses.split("+") if isinstance(losses, str) else [losses]
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
-        raise ValueError(f"aux_loss_weight must be a number of at least 0, got {weight!r}.")
-    loss_weights = {name: weight / len(names) for name in names}
-    router = TopKRouter(width, common["num_experts"], **options, loss_weights=loss_weights)
-    return MoeMlp(ffn, router, **common)
+    return TopKRouter(width, num_experts, **options, loss_weights=dict.fromkeys(names, aux_loss_weight / len(names)))
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:

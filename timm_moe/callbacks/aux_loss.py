@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..convert import moe_layers
 from ..layers import MoeMlp, RouterRecord, TopKRouter, clear_records
 from .ewa import is_primary, trained_layers
 
@@ -61,7 +61,7 @@ class _Totals:
 
     def summary(self) -> RoutingSummary:
         load = torch.as_tensor(self.load).double().cpu()
-        choices = load.sum().item()
+        choices = max(load.sum().item(), 1.0)
         return RoutingSummary(
             losses={name: float(total) / self.forwards for name, total in self.losses.items()},
             dropped=int(self.dropped) / choices,
@@ -70,8 +70,8 @@ class _Totals:
 
 
 #: What has been added to a loss, for each router: the records, as the router holds them.
-_added: "weakref.WeakKeyDictionary[TopKRouter, list[RouterRecord]]" = weakref.WeakKeyDictionary()
-_totals: "weakref.WeakKeyDictionary[TopKRouter, _Totals]" = weakref.WeakKeyDictionary()
+_added: "weakref.WeakKeyDictionary[nn.Module, list[RouterRecord]]" = weakref.WeakKeyDictionary()
+_totals: "weakref.WeakKeyDictionary[nn.Module, _Totals]" = weakref.WeakKeyDictionary()
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
@@ -110,8 +110,8 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
         The summary of each layer by its name; layers that were not trained yet are left out.
     """
     summaries = {}
-    for name, module in unwrap_model(model).named_modules():
-        totals = _totals.get(module.router) if isinstance(module, MoeMlp) else None  # type: ignore[arg-type]
+    for name, layer in moe_layers(model).items():
+        totals = _totals.get(layer.router)
         if totals is not None:
             summaries[name] = totals.summary()
             totals.complete |= reset
@@ -154,7 +154,7 @@ def log_epoch(optimizer: Optimizer) -> None:
     """Log the summary of each router that the optimizer trains, and begin anew; done at the end of an epoch."""
     trained = [layer for layer in trained_layers(optimizer, MoeMlp.alive) if layer.router in _totals]
     for layer in sorted(trained, key=_order):
-        totals = _totals[layer.router]  # type: ignore[index]
+        totals = _totals[layer.router]
         if not totals.complete:
             _check_finite(layer, totals, now=True)
             if is_primary():
@@ -168,7 +168,7 @@ def _routed_layers(model: nn.Module) -> list[Any]:
     ]
 
 
-def _count(router: TopKRouter, records: list[RouterRecord]) -> _Totals:
+def _count(router: nn.Module, records: list[RouterRecord]) -> _Totals:
     totals = _totals.get(router)
     if totals is None or totals.complete:
         totals = _totals[router] = _Totals()

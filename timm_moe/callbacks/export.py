@@ -19,6 +19,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..convert import moe_layers, to_dense
+from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
 from .source import ModelSpec, describe, load_source
 
@@ -37,13 +38,16 @@ class Export:
         architecture: registered name of the stock model.
         parameters: number of its parameters.
         largest_difference: largest absolute difference between an output of the source model and of the stock model
-            that timm loaded from the folder, on random images.
+            that timm loaded from the folder, on random images. Routed experts are no dense model: where the source has
+            them, the dense model that was made of it stands in its place.
+        routed: whether the source has routed experts.
     """
 
     path: Path
     architecture: str
     parameters: int
     largest_difference: float
+    routed: bool
 
 
 def export_dense(
@@ -75,8 +79,8 @@ def export_dense(
         allow_nonfinite: export weights that contain NaN or Inf.
 
     Raises:
-        ValueError: if the source is no expert model or cannot be read, its weights are not finite, or the stock model
-            does not give the source's outputs.
+        ValueError: if the source is no expert model or cannot be read, has a layer that no stock model has, its weights
+            are not finite, or the stock model does not give the source's outputs.
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
@@ -85,6 +89,7 @@ def export_dense(
     model = unwrap_model(load_source(source, spec, use_ema))
     _logger.info("Making one network of the experts and checking the result ...")
     dense = to_dense(model, method).eval()
+    routed = any(not isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
     if not hasattr(dense, "pretrained_cfg"):
         raise ValueError(f"This {type(dense).__name__} was not made by timm.create_model, so timm could not load it.")
     if not allow_nonfinite:
@@ -93,10 +98,10 @@ def export_dense(
     with _staging_folder(target) as folder:
         _save(dense, folder, target, model_args)
         stock = _load_stock(folder)
-        difference = _largest_difference(model, stock)
+        difference = _largest_difference(dense if routed else model, stock)
         _publish(folder, target)
     parameters = sum(parameter.numel() for parameter in stock.parameters())
-    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters, difference)
+    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters, difference, routed)
 
 
 def check_target(output_dir: str | Path, overwrite: bool) -> Path:
@@ -198,7 +203,7 @@ def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
 def _as_deployed(model: nn.Module) -> Iterator[None]:
     """In eval mode, experts averaged, for the time of the block."""
     modes = [(module, module.training) for module in model.modules()]
-    eval_modes = [(layer, layer.eval_mode) for layer in moe_layers(model).values()]
+    eval_modes = [(layer, layer.eval_mode) for layer in moe_layers(model).values() if isinstance(layer, EwaMlp)]
     model.eval()
     for layer, _ in eval_modes:
         layer.eval_mode = "average"

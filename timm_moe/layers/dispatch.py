@@ -95,8 +95,8 @@ def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -
     """Give each choice that is within the capacity its place at its expert.
 
     In eager mode the places are exactly the rows that are kept; reading their number waits for the device. Under
-    torch.compile or a trace, and on the meta device, every expert has ``capacity`` places in each group, used or not, so that all
-    shapes are known beforehand. What comes back from the experts is the same.
+    torch.compile or a trace, and on the meta device, every expert has ``capacity`` places in each group, used or not,
+    so that all shapes are known beforehand. What comes back from the experts is the same.
 
     Args:
         expert_GSK: chosen experts.

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .dispatch import combine, dispatch
+from .dispatch import Routing, combine, dispatch
 from .experts import Experts
 from .routing import RandomPartition
 
@@ -63,8 +63,11 @@ class MoeMlp(Experts):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x of shape (..., D) to the same shape."""
-        routing = self.router(x)
-        return combine(self.run(dispatch(x.reshape(-1, x.shape[-1]), routing), routing.sizes), routing).reshape(x.shape)
+        return self.run_routed(x.reshape(-1, x.shape[-1]), self.router(x)).reshape(x.shape)
+
+    def run_routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Send each row of ``x_TD`` through the experts that ``routing`` gives it."""
+        return combine(self.run(dispatch(x_TD, routing), routing.sizes), routing)
 
 
 class EwaMlp(MoeMlp):

@@ -121,7 +121,7 @@ class TopKRouter(nn.Module):
             _check_range(f"The weight of the {name} loss", weight, float, 0)
         if loss_weights.get("load") and not noise_std:
             raise ValueError(
-                "The load loss is about the noise on the logits: it needs a noise_std above 0, or leave the load loss out."
+                "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
             )
         self.num_experts = num_experts
         self.top_k = top_k
@@ -219,9 +219,9 @@ class TopKRouter(nn.Module):
 
 def clear_records(module: nn.Module, *args: Any) -> None:
     """Forget what the routers in a module recorded; also a forward pre-hook, which begins each training forward."""
-    if module.training and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         for router in module.modules():
-            if isinstance(router, TopKRouter):
+            if isinstance(router, TopKRouter) and router.training:
                 router.records = []
 
 
@@ -231,7 +231,7 @@ def _weighted_sum(losses: dict[str, Tensor], weights: dict[str, float]) -> Tenso
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and indices of the k largest entries of the last dimension, of equal ones the first (topk leaves it open)."""
+    """Values and indices of the k largest entries of the last dimension; of equal ones the first, unlike topk."""
     if k == 1:  # much faster than a sort
         return gate.max(-1, keepdim=True)
     values, indices = gate.sort(dim=-1, descending=True, stable=True)

@@ -1,0 +1,5 @@
+"""Readers of other projects' checkpoints."""
+
+from . import vmoe
+
+__all__ = ["vmoe"]

@@ -1,0 +1,155 @@
+"""The file format of google-research/vmoe: ``PREFIX.index`` and ``PREFIX.data-00000-of-00008``, all of them msgpack.
+
+The index is a tree of names whose leaves say the shape of an array, the slices it was cut into, and the shard that
+holds each slice. A shard maps the number of an array to its slices. Arrays are numbered in the order of the index.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_logger = logging.getLogger(__name__)
+
+#: Kinds of msgpack extension that stand in the files.
+_NDARRAY, _SLICES, _INDEX_INFO = 1, 6, 8
+_CHUNKS_MARK = "__msgpack_array_chunk_a87ca2__"
+
+#: (start, stop) in each dimension.
+Slices = tuple[tuple[int, int], ...]
+
+
+class _Entry(NamedTuple):
+    """What the index says of an array; ``shards`` maps each of its slices to the shard that holds it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: dict[Slices, int]
+
+
+def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
+    """The model's arrays in a sharded checkpoint by their path, as ``Encoder/encoder_norm/scale``.
+
+    Of a whole training state only the part under ``params`` is read.
+
+    Args:
+        prefix: what the names of the files have in common, without ``.index``.
+
+    Raises:
+        ImportError: without msgpack.
+        FileNotFoundError: if the index or a shard is missing.
+        ValueError: if a file is truncated, damaged, or does not fit the index.
+    """
+    prefix = str(prefix).removesuffix(".index")
+    if prefix.startswith("gs://"):
+        raise ValueError(f"{prefix} is not on this machine: download its .index and .data files first.")
+    index_file = Path(f"{prefix}.index")
+    if not index_file.is_file():
+        raise FileNotFoundError(f"There is no {index_file}; the prefix is what the checkpoint's files have in common.")
+    index = _unpack(index_file)
+    try:
+        shard_count, entries = int(index["shard_count"]), _entries(index["index"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{index_file} is no index of a sharded checkpoint.") from error
+    shard_files = [Path(f"{prefix}.data-{shard:05d}-of-{shard_count:05d}") for shard in range(shard_count)]
+    for file in shard_files:
+        if not file.is_file():
+            raise FileNotFoundError(f"The shard {file} is missing.")
+    arrays = {
+        number: torch.empty(entry.shape, dtype=entry.dtype)
+        for number, entry in enumerate(entries)
+        if entry.path.startswith("params/") or not any(other.path.startswith("params/") for other in entries)
+    }
+    for shard, file in enumerate(shard_files):
+        if shard_count > 1:
+            _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
+        _read_shard(file, shard, entries, arrays)
+    return {entries[number].path.removeprefix("params/"): array for number, array in arrays.items()}
+
+
+def _entries(tree: Any) -> list[_Entry]:
+    return [_entry(path, leaf) for path, leaf in _leaves(tree, "")]
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, child in tree.items():
+        if isinstance(child, dict):
+            yield from _leaves(child, f"{path}{name}/")
+        else:
+            yield path + name, child
+
+
+def _entry(path: str, leaf: Any) -> _Entry:
+    array_info, slices, shards = _inner(leaf, _INDEX_INFO)
+    shape, dtype_name, *_ = _unpackb(array_info)
+    dtype = getattr(torch, dtype_name)
+    parts = {_slices(part): shard for part, shard in zip(slices, shards, strict=True)}
+    covered = sum(math.prod(stop - start for start, stop in part) for part in parts)
+    inside = all(0 <= start < stop <= size for part in parts for (start, stop), size in zip(part, shape, strict=True))
+    if not isinstance(dtype, torch.dtype) or not inside or covered != math.prod(shape):
+        raise ValueError
+    return _Entry(path, tuple(shape), dtype, parts)
+
+
+def _read_shard(file: Path, shard: int, entries: list[_Entry], arrays: dict[int, Tensor]) -> None:
+    """Copy what a shard holds of the arrays into them."""
+    content = _unpack(file)
+    try:
+        if content.pop(_CHUNKS_MARK) is not True:
+            raise ValueError
+        found = {
+            int(number): {_slices(_inner(part, _SLICES)): chunks for chunks, part in slices}
+            for number, slices in content.items()
+        }
+        for number, array in arrays.items():
+            expected = {part for part, holder in entries[number].shards.items() if holder == shard}
+            if set(found.get(number, {})) != expected:
+                raise ValueError
+            for part, chunks in found.get(number, {}).items():
+                flat = torch.cat([_vector(chunk, array.dtype) for chunk in chunks])
+                target = array[tuple(slice(*bounds) for bounds in part)]
+                target.copy_(flat.view(target.shape))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{file} is damaged, or belongs to another index.") from error
+
+
+def _vector(chunk: Any, dtype: torch.dtype) -> Tensor:
+    shape, name, content = _inner(chunk, _NDARRAY)
+    if getattr(torch, name) != dtype or math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError
+    return torch.frombuffer(bytearray(content), dtype=dtype)
+
+
+def _slices(part: Any) -> Slices:
+    """Bounds of a slice in each dimension; each is packed once more, as [start, stop, step]."""
+    packed = _unpackb(part) if isinstance(part, bytes) else part
+    return tuple((start, stop) for start, stop, _ in map(_unpackb, packed))
+
+
+def _inner(extension: Any, kind: int) -> Any:
+    if extension.code != kind:
+        raise ValueError
+    return _unpackb(extension.data)
+
+
+def _unpack(file: Path) -> dict[str, Any]:
+    try:
+        content = _unpackb(file.read_bytes())
+    except (ValueError, TypeError) as error:  # msgpack's errors are ValueErrors
+        raise ValueError(f"{file} is truncated or damaged.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no part of a sharded checkpoint.")
+    return content
+
+
+def _unpackb(data: bytes) -> Any:
+    try:
+        import msgpack
+    except ModuleNotFoundError as error:
+        raise ImportError("Reading this checkpoint needs msgpack: pip install 'timm_moe[vmoe]'.") from error
+    return msgpack.unpackb(data, strict_map_key=False)

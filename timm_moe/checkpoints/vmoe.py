@@ -1,0 +1,251 @@
+"""Official V-MoE checkpoints (google-research/vmoe, JAX): their arrays under timm's names, and the model they fit.
+
+Names in shapes: D width, h heads, d width of a head, E experts, H hidden width.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .sharded import read_arrays
+
+_BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
+
+#: Registered models by patch size, width, blocks, attention heads and hidden width.
+_NAMES = {
+    (32, 512, 8, 8, 2048): "vmoe_s32",
+    (32, 768, 12, 12, 3072): "vmoe_b32",
+    (16, 768, 12, 12, 3072): "vmoe_b16",
+    (32, 1024, 24, 16, 4096): "vmoe_l32",
+    (16, 1024, 24, 16, 4096): "vmoe_l16",
+    (14, 1280, 32, 16, 5120): "vmoe_h14",
+}
+
+
+class Source(NamedTuple):
+    """Where a tensor comes from: paths in the flax tree, and what makes one tensor of their arrays."""
+
+    paths: tuple[str, ...]
+    convert: Callable[..., Tensor]
+
+
+class ImportedModel(NamedTuple):
+    """What an imported checkpoint is loaded with.
+
+    Attributes:
+        name: registered model name.
+        kwargs: arguments of ``timm.create_model`` beside it.
+        parameters: number of parameters.
+    """
+
+    name: str
+    kwargs: dict[str, Any]
+    parameters: int
+
+
+def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state dict of a ``vmoe_*`` model from the parameters of a flax ``VisionTransformerMoe``.
+
+    Args:
+        params: flat mapping from path (``Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel``) to array (numpy, JAX or
+            torch), with ``params/`` before the paths or without.
+
+    Raises:
+        ValueError: if an array is missing, is not part of the architecture, or has the wrong number of dimensions.
+    """
+    params = {path.removeprefix("params/"): _tensor(array) for path, array in params.items()}
+    _refuse_other_architectures(params)
+    sources = _sources(params)
+    for source in sources.values():
+        for path in source.paths:
+            if path not in params:
+                raise ValueError(f"The checkpoint has no array {path}.")
+    known = {path for source in sources.values() for path in source.paths}
+    for path in params:
+        if path not in known:
+            raise ValueError(f"The checkpoint's array {path} has no place in a V-MoE.")
+    state_dict = {}
+    for name, source in sources.items():
+        try:
+            state_dict[name] = source.convert(*(params[path] for path in source.paths)).contiguous()
+        except (RuntimeError, IndexError) as error:
+            shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in source.paths)
+            raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
+    return state_dict
+
+
+def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Registered name and ``timm.create_model`` arguments of the model that flax parameters belong to.
+
+    What does not show in the parameters is left at the model's defaults: K, capacities, losses.
+
+    Args:
+        params: as for :func:`state_dict_from_flax`, which should have accepted them.
+    """
+    shapes = {path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()}
+    moe_blocks = sorted(_moe_blocks(shapes))
+    num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
+    patch_size, _, in_chans, _ = shapes["embedding/kernel"]
+    depth = 1 + max(_blocks(shapes))
+    num_heads = shapes["Encoder/encoderblock_0/SelfAttention/query/kernel"][1]
+    img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
+    name = _NAMES.get((patch_size, dim, depth, num_heads, hidden))
+    kwargs: dict[str, Any] = {}
+    if name is None:
+        kwargs = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads, mlp_ratio=hidden / dim)
+    if img_size != 224:
+        kwargs["img_size"] = img_size
+    if in_chans != 3:
+        kwargs["in_chans"] = in_chans
+    kwargs["num_classes"] = shapes["head/kernel"][1] if "head/kernel" in shapes else 0
+    kwargs["num_experts"] = num_experts
+    kwargs["moe_layers"] = ",".join(map(str, moe_blocks))
+    kwargs["pre_logits"] = "pre_logits/kernel" in shapes
+    kwargs["act_layer"] = "gelu_tanh"  # flax's default GELU
+    return name or "vmoe_s32", kwargs
+
+
+def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
+    """Write an official checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
+
+    Args:
+        prefix: what the names of its ``.index`` and ``.data-…`` files have in common.
+        output: file to write, ending in ``.safetensors``.
+        overwrite: replace a file that exists.
+
+    Raises:
+        OSError: if a file is missing, exists already, or cannot be written.
+        ValueError: if the checkpoint is damaged or no V-MoE; nothing is written then.
+    """
+    output = Path(output)
+    if output.suffix != ".safetensors":
+        raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
+    if output.exists() and not overwrite:
+        raise FileExistsError(f"{output} exists; pass --overwrite (overwrite=True) to replace it.")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {output.parent} to write {output.name} in.")
+    params = read_arrays(prefix)
+    state_dict = state_dict_from_flax(params)
+    name, kwargs = model_from_flax(params)
+    _require_fit(state_dict, name, kwargs)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
+
+
+def _refuse_other_architectures(params: Mapping[str, Tensor]) -> None:
+    if not _blocks(params) or "embedding/kernel" not in params:
+        raise ValueError("The checkpoint is no vision transformer of google-research/vmoe: it has no encoder blocks.")
+    if not _moe_blocks(params):
+        raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
+    routers = [array for path, array in params.items() if path.endswith("Moe/Router/dense/kernel")]
+    if routers and routers[0].ndim == 3:
+        raise ValueError(
+            f"The checkpoint is an ensemble of {routers[0].shape[1]} members (E³), which cannot be read as a V-MoE."
+        )
+
+
+def _blocks(paths: Iterable[str]) -> set[int]:
+    return {int(match[1]) for match in map(_BLOCK.match, paths) if match}
+
+
+def _moe_blocks(paths: Iterable[str]) -> set[int]:
+    return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path[match.end() :].startswith("Moe/")}
+
+
+def _sources(params: Mapping[str, Tensor]) -> dict[str, Source]:
+    """Every tensor of the model that the arrays belong to, by its name in timm."""
+    sources = {
+        "cls_token": Source(("cls",), _same),
+        "pos_embed": Source(("Encoder/posembed_input/pos_embedding",), _same),
+        "patch_embed.proj.weight": Source(("embedding/kernel",), lambda kernel: kernel.permute(3, 2, 0, 1)),
+        "patch_embed.proj.bias": Source(("embedding/bias",), _same),
+        **_norm("norm", "Encoder/encoder_norm"),
+    }
+    moe_blocks = _moe_blocks(params)
+    for block in range(1 + max(_blocks(params))):
+        sources |= _block(f"blocks.{block}", f"Encoder/encoderblock_{block}", block in moe_blocks)
+    for name, path in (("pre_logits.fc", "pre_logits"), ("head", "head")):
+        if any(other.startswith(f"{path}/") for other in params):
+            sources |= _linear(name, path)
+    return sources
+
+
+def _block(name: str, path: str, moe: bool) -> dict[str, Source]:
+    attention = f"{path}/SelfAttention"
+    qkv = [f"{attention}/{part}" for part in ("query", "key", "value")]
+    sources = {
+        **_norm(f"{name}.norm1", f"{path}/LayerNorm_0"),
+        f"{name}.attn.qkv.weight": Source(tuple(f"{part}/kernel" for part in qkv), _qkv_weight),
+        f"{name}.attn.qkv.bias": Source(tuple(f"{part}/bias" for part in qkv), _qkv_bias),
+        f"{name}.attn.proj.weight": Source((f"{attention}/out/kernel",), lambda kernel: kernel.flatten(0, 1).mT),
+        f"{name}.attn.proj.bias": Source((f"{attention}/out/bias",), _same),
+        **_norm(f"{name}.norm2", f"{path}/LayerNorm_1"),
+    }
+    mlp = f"{path}/Moe/Mlp" if moe else f"{path}/Mlp"
+    sources |= _linear(f"{name}.mlp.fc1", f"{mlp}/Dense_0") | _linear(f"{name}.mlp.fc2", f"{mlp}/Dense_1")
+    if moe:
+        sources[f"{name}.mlp.router.weight"] = Source((f"{path}/Moe/Router/dense/kernel",), _transposed)
+    return sources
+
+
+def _norm(name: str, path: str) -> dict[str, Source]:
+    return {f"{name}.weight": Source((f"{path}/scale",), _same), f"{name}.bias": Source((f"{path}/bias",), _same)}
+
+
+def _linear(name: str, path: str) -> dict[str, Source]:
+    return {
+        f"{name}.weight": Source((f"{path}/kernel",), _transposed),
+        f"{name}.bias": Source((f"{path}/bias",), _same),
+    }
+
+
+def _same(array: Tensor) -> Tensor:
+    return array
+
+
+def _transposed(kernel: Tensor) -> Tensor:
+    """(..., in, out) -> (..., out, in)."""
+    return kernel.mT
+
+
+def _qkv_weight(*kernels: Tensor) -> Tensor:
+    """Three of (D, h, d) -> (3hd, D)."""
+    return torch.cat([kernel.flatten(1, 2).mT for kernel in kernels])
+
+
+def _qkv_bias(*biases: Tensor) -> Tensor:
+    """Three of (h, d) -> (3hd,)."""
+    return torch.cat([bias.flatten() for bias in biases])
+
+
+def _tensor(array: Any) -> Tensor:
+    if isinstance(array, Tensor):
+        return array
+    array = np.asarray(array)
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not take
+        return torch.from_numpy(array.astype(np.float32)).bfloat16()
+    return torch.from_numpy(np.array(array))  # a copy: JAX's arrays cannot be written to
+
+
+def _require_fit(state_dict: dict[str, Tensor], name: str, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError unless the model takes exactly these tensors."""
+    with torch.device("meta"):
+        expected = timm.create_model(name, **kwargs).state_dict()
+    for key, tensor in expected.items():
+        if key not in state_dict or state_dict[key].shape != tensor.shape:
+            found = tuple(state_dict[key].shape) if key in state_dict else "missing"
+            raise ValueError(f"The checkpoint fits no V-MoE: {key} should be {tuple(tensor.shape)}, it is {found}.")
