@@ -149,7 +149,10 @@ class TopKRouter(nn.Module):
 
         Raises:
             ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
+            RuntimeError: if it is traced in training, since TorchScript would lose the losses.
         """
+        if self.training and torch.jit.is_tracing():
+            raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
         x_GSD = x.reshape(self._groups(x.shape[0]), -1, x.shape[-1])
         with _no_autocast(x):
             logits_GSE = self._logits(x_GSD)

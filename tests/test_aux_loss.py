@@ -1,0 +1,416 @@
+"""The routers' losses in the training loss: exact against a loss written by hand, on every road that train.py takes."""
+
+import copy
+import importlib
+import logging
+
+import pytest
+import timm
+import timm.scheduler
+import torch
+from conftest import SMALL_VIT
+from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask, DistillationTeacher, LogitDistillationTask
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.nn import functional as F
+
+import timm_moe
+from timm_moe.layers import TopKRouter
+
+CPU = torch.device("cpu")
+aux_loss_module = importlib.import_module("timm_moe.callbacks.aux_loss")
+
+
+def make_model(name="vit_tiny_moe", **kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **SMALL_VIT, **kwargs)
+    for module in model.modules():  # routers that prefer some experts, so that their losses have a gradient to speak of
+        if isinstance(module, TopKRouter):
+            nn.init.normal_(module.weight, std=0.3)
+    return model
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(8, 3, 32, 32), torch.randint(5, (8,))
+
+
+def losses_by_hand(model, images):
+    """The outputs of a forward, and 0.01 E sum f P of every router, computed anew from what the routers saw."""
+    seen, handles = [], []
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            handles.append(module.register_forward_hook(lambda router, args, _: seen.append((router.weight, args[0]))))
+    outputs = model(images)
+    for handle in handles:
+        handle.remove()
+    total = 0
+    for weight, x in seen:
+        with torch.autocast("cpu", enabled=False):
+            gates = (x.float().flatten(0, 1) @ weight.float().T).softmax(1)
+        fraction = F.one_hot(gates.argmax(1), len(weight)).float().mean(0)
+        total = total + 0.01 * len(weight) * (fraction * gates.mean(0)).sum()
+    # What a training loop does with the package's own number, so that the optimizer does not complain:
+    timm_moe.auxiliary_loss(model)
+    return outputs, total
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_same(actual, expected, tolerance=1e-5):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(b.abs().max().item(), 1e-3))
+
+
+def soft(targets):
+    mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=5, label_smoothing=0.1)
+    return mixup(torch.randn(8, 3, 32, 32), targets)[1]
+
+
+CRITERIA = {
+    "cross entropy": (nn.CrossEntropyLoss(), lambda targets: targets),
+    "label smoothing": (LabelSmoothingCrossEntropy(0.1), lambda targets: targets),
+    "mixup": (SoftTargetCrossEntropy(), soft),
+    "BCE": (BinaryCrossEntropy(smoothing=0.1), lambda targets: targets),
+    "BCE with mixup": (BinaryCrossEntropy(target_threshold=0.2), soft),
+    "JSD": (JsdCrossEntropy(num_splits=2), lambda targets: targets[:4]),
+}
+
+
+@pytest.mark.parametrize("name", list(CRITERIA))
+def test_loss_and_gradients_are_those_of_the_loss_by_hand(name):
+    criterion, make_targets = CRITERIA[name]
+    images, targets = batch()
+    targets = make_targets(targets)
+    by_hand, trained = make_model(), make_model()
+    outputs, router_loss = losses_by_hand(by_hand, images)
+    expected = criterion(outputs, targets) + router_loss
+    expected.backward()
+    task = ClassificationTask(trained, criterion, device=CPU, verbose=False)
+    result = task(images, targets)
+    result["loss"].backward()
+    torch.testing.assert_close(result["loss"], expected)
+    torch.testing.assert_close(result["auxiliary_loss"], router_loss.detach())
+    assert_same(gradients(trained), gradients(by_hand))
+
+
+def as_teacher(model):
+    return DistillationTeacher(model, num_classes=5, device=CPU)
+
+
+def test_distillation():
+    images, targets = batch()
+    teacher = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
+    by_hand, trained = make_model(), make_model()
+    outputs, router_loss = losses_by_hand(by_hand, images)
+    with torch.no_grad():
+        teacher_outputs = teacher(images)
+    divergence = F.kl_div(
+        (outputs / 2).log_softmax(1), (teacher_outputs / 2).log_softmax(1), reduction="batchmean", log_target=True
+    )
+    expected = 0.3 * F.cross_entropy(outputs, targets) + 0.7 * 4 * divergence + router_loss
+    expected.backward()
+    task = LogitDistillationTask(
+        trained,
+        as_teacher(teacher),
+        nn.CrossEntropyLoss(),
+        task_loss_weight=0.3,
+        temperature=2.0,
+        device=CPU,
+        verbose=False,
+    )
+    result = task(images, targets)
+    result["loss"].backward()
+    torch.testing.assert_close(result["loss"], expected)
+    assert_same(gradients(trained), gradients(by_hand))
+
+
+def test_a_routed_teacher_adds_nothing():
+    images, targets = batch()
+    teacher, student = make_model(), timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    task = LogitDistillationTask(
+        student, as_teacher(teacher), criterion=nn.CrossEntropyLoss(), task_loss_weight=0.3, device=CPU, verbose=False
+    )
+    assert "auxiliary_loss" not in task(images, targets)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_scaled_float16_step_with_accumulation_equals_the_one_by_hand(clip):
+    """The order of train.py: autocast, loss / accumulation steps, scaler, clipping, step."""
+    images, targets = batch()
+    states = []
+    for by_hand in (True, False):
+        model = make_model()
+        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for part, labels in zip(images.split(4), targets.split(4), strict=True):
+            with torch.autocast("cpu", dtype=torch.float16):
+                if by_hand:
+                    outputs, router_loss = losses_by_hand(model, part)
+                    loss = F.cross_entropy(outputs, labels) + router_loss
+                else:
+                    loss = task(part, labels)["loss"]
+            loss /= 2
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        states.append(gradients(model))
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same(*states)
+
+
+def test_bfloat16():
+    images, targets = batch()
+    by_hand, trained = make_model(), make_model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs, router_loss = losses_by_hand(by_hand, images)
+        expected = F.cross_entropy(outputs, targets) + router_loss
+        result = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
+    expected.backward()
+    result["loss"].backward()
+    assert_same(gradients(trained), gradients(by_hand))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_moe", "vmoe_b32"])
+def test_gradient_checkpointing_with_accumulation(name):
+    """The recomputation in backward runs the routers again, which must not count."""
+    images, targets = batch()
+    outcomes = []
+    for checkpointing in (False, True):
+        model = make_model(name, **({"moe_layers": "1,3"} if name == "vmoe_b32" else {}))
+        model.set_grad_checkpointing(checkpointing)
+        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+        optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
+        torch.manual_seed(5)
+        losses = []
+        for part, labels in zip(images.split(4), targets.split(4), strict=True):
+            losses.append(task(part, labels)["auxiliary_loss"])
+            (task(part, labels)["loss"] / 2).backward()
+        outcomes.append(gradients(model))
+        assert all(summary.load for summary in timm_moe.routing_summary(model).values())
+        optimizer.step()
+    assert_same(*outcomes)
+
+
+def test_gradient_checkpointing_in_a_loop_of_ones_own():
+    images, targets = batch()
+    outcomes = []
+    for checkpointing in (False, True):
+        model = make_model()
+        model.set_grad_checkpointing(checkpointing)
+        for part, labels in zip(images.split(4), targets.split(4), strict=True):
+            loss = F.cross_entropy(model(part), labels) + timm_moe.auxiliary_loss(model)
+            loss.backward()
+        outcomes.append(gradients(model))
+    assert_same(*outcomes)
+
+
+def test_compiled_task_components():
+    images, targets = batch()
+    by_hand, trained = make_model(), make_model()
+    outputs, router_loss = losses_by_hand(by_hand, images)
+    (F.cross_entropy(outputs, targets) + router_loss).backward()
+    task = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    if hasattr(task, "get_trainable_module"):
+        task.compile(backend="aot_eager")
+    else:  # timm 1.0.23 compiles the task itself
+        task = torch.compile(task, backend="aot_eager")
+    task(images, targets)["loss"].backward()
+    assert_same(gradients(trained), gradients(by_hand), tolerance=1e-4)
+
+
+def test_ema_copies_the_model_in_the_middle_of_a_step():
+    model = make_model()
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    result = task(*batch())
+    ema = ModelEmaV3(model, decay=0.9)
+    result["loss"].backward()
+    ema.update(model)
+    assert all(not m.records for m in ema.module.modules() if isinstance(m, TopKRouter))
+    assert ema.module(batch()[0]).shape == (8, 5)
+
+
+def test_a_step_without_the_losses_is_refused():
+    images, targets = batch()
+    model, other = make_model(), nn.Linear(2, 2)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    before = copy.deepcopy(model.state_dict())
+    F.cross_entropy(model(images), targets).backward()
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # another model's optimizer is none of this
+    with pytest.raises(RuntimeError, match=r"add timm_moe.auxiliary_loss\(model\) to the loss"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    (F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)).backward()
+    optimizer.step()
+
+
+def test_a_linear_probe_and_a_weight_of_zero_need_no_losses():
+    images, targets = batch()
+    for model in (make_model(aux_loss_weight=0), make_model()):
+        trained = model if model.blocks[1].mlp.router.loss_weights == {} else model.head
+        F.cross_entropy(model(images), targets).backward()
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+
+
+def test_no_losses_in_eval_mode_nor_without_gradients():
+    images, _ = batch()
+    model = make_model()
+    with torch.no_grad():
+        model(images)
+    assert timm_moe.auxiliary_loss(model) == 0
+    model.eval()(images)
+    assert timm_moe.auxiliary_loss(model) == 0
+    assert timm_moe.routing_summary(model) == {}
+
+
+def test_the_losses_are_those_of_the_last_training_forward():
+    images, _ = batch()
+    model = make_model()
+    model(images[:2])
+    model(images)
+    first = timm_moe.auxiliary_loss(model)
+    model.eval()(images)  # a validation in between
+    assert timm_moe.auxiliary_loss(model) == first
+    model.train()(images)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), first)
+
+
+def test_a_converted_model_in_memory_has_them_too_and_its_dense_copy_no_trace():
+    images, _ = batch()
+    model = timm_moe.convert_to_moe(
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", top_k=2, noise_std=1.0,
+        aux_loss="importance+load",
+    )  # fmt: skip
+    model(images)
+    assert timm_moe.auxiliary_loss(model).requires_grad
+    dense = timm_moe.to_dense(model)
+    assert "timm_moe" not in str([hook for m in dense.modules() for hook in m._forward_pre_hooks.values()])
+    assert {type(m).__module__.split(".")[0] for m in dense.modules()} <= {"timm", "torch"}
+
+
+def test_summary_of_a_loop():
+    images, targets = batch()
+    model = make_model("vmoe_b32", moe_layers="1,3", num_experts=6, capacity_factor=0.5, capacity_multiple=1)
+    dropped, load = 0, torch.zeros(6)
+    for part in images.split(4):
+        F.cross_entropy(model(part), targets[:4])
+        timm_moe.auxiliary_loss(model)
+        record = model.blocks[3].mlp.router.records[0]
+        dropped += record.dropped
+        load += record.load
+    summaries = timm_moe.routing_summary(model)
+    assert list(summaries) == ["blocks.1.mlp", "blocks.3.mlp"]
+    summary = summaries["blocks.3.mlp"]
+    choices = 8 * 17 * 2
+    assert summary.dropped == pytest.approx(dropped / choices)
+    assert summary.dropped >= 0.5 - 1 / 6
+    torch.testing.assert_close(torch.tensor(summary.load), load / choices)
+    assert set(summary.losses) == {"importance", "load"}
+    assert str(summary).startswith("importance ")
+    assert f"dropped {summary.dropped:.1%}, load min/mean/max {min(summary.load):.3f} / 0.167 / " in str(summary)
+    assert timm_moe.routing_summary(model, reset=True) == summaries
+    model(images)
+    timm_moe.auxiliary_loss(model)
+    record = model.blocks[3].mlp.router.records[0]
+    load = timm_moe.routing_summary(model)["blocks.3.mlp"].load
+    torch.testing.assert_close(torch.tensor(load), record.load / choices)
+    assert timm_moe.routing_summary(model) != summaries
+
+
+def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
+    images, targets = batch()
+    model = make_model()
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
+    with caplog.at_level(logging.INFO):
+        scheduler.step(0)
+        assert "Routing" not in caplog.text
+        for epoch in range(2):
+            for _ in range(2):
+                task(images, targets)["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step(epoch + 1)
+            last = timm_moe.routing_summary(model)  # of the epoch that ended
+    lines = [message for message in caplog.messages if message.startswith("Routing")]
+    assert [line.split(":")[0] for line in lines] == ["Routing in blocks.1.mlp", "Routing in blocks.3.mlp"] * 2
+    assert lines[2] == f"Routing in blocks.1.mlp: {last['blocks.1.mlp']}."
+
+
+def test_other_ranks_keep_silent(caplog, monkeypatch):
+    monkeypatch.setattr(aux_loss_module, "is_primary", lambda: False)
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    model(batch()[0])
+    timm_moe.auxiliary_loss(model)
+    with caplog.at_level(logging.INFO):
+        aux_loss_module.log_epoch(optimizer)
+    assert caplog.messages == []
+
+
+def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(caplog):
+    images, targets = batch()
+    model = make_model()
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    task(images, targets)
+    with torch.no_grad():
+        model.blocks[3].mlp.router.weight[1, 2] = float("inf")
+    for forward in range(2, 51):
+        assert caplog.messages == [], forward
+        task(images[:2], targets[:2])
+    assert caplog.messages == [
+        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of the last 50 training forwards."
+    ]
+
+
+def test_early_ewa_averages_routed_experts_in_the_first_half(caplog):
+    images, targets = batch()
+    spreads = []
+    model = make_model(share_schedule="early")
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    router = model.blocks[1].mlp.router.weight
+    with caplog.at_level(logging.INFO):
+        timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=4)
+    assert "share rate 0.3, schedule early, over 8 updates" in caplog.text
+    rates = []
+    for _ in range(8):
+        task(images, targets)["loss"].backward()
+        before = router.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.append(timm_moe.ExpertWeightAveraging.of(optimizer).share_rate)
+        weight = model.blocks[1].mlp.fc1.weight
+        spreads.append((weight - weight.mean(0)).std().item())
+        assert (router - before).abs().max() < 0.01  # moved by the optimizer, not averaged
+    assert rates == [0.3, 0.3, 0.3, 0, 0, 0, 0, 0]
+    assert spreads[2] < 0.5 * spreads[0]
+    assert spreads[7] > spreads[2]
+
+
+def test_routed_experts_are_not_averaged_unasked(caplog):
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    with caplog.at_level(logging.INFO):
+        timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=4)
+    assert timm_moe.ExpertWeightAveraging.of(optimizer) is None
+    assert caplog.messages == []
+
+
+def test_torchscript_is_refused_where_it_would_lose_the_losses():
+    model = make_model()
+    with pytest.raises(RuntimeError, match="TorchScript would lose the routers' losses: trace the model in eval mode"):
+        torch.jit.trace(model, batch()[0])
+    traced = torch.jit.trace(model.eval(), batch()[0])
+    torch.testing.assert_close(traced(batch()[0]), model(batch()[0]))
