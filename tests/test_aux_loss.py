@@ -105,6 +105,7 @@ class Teacher(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.pretrained_cfg = model.pretrained_cfg
 
     def forward(self, x, return_features=False):
         return self.model(x)
