@@ -151,11 +151,11 @@ def _refuse_other_architectures(params: Mapping[str, Tensor]) -> None:
         raise ValueError("The checkpoint is no vision transformer of google-research/vmoe: it has no encoder blocks.")
     if not _moe_blocks(params):
         raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
-    routers = [array for path, array in params.items() if path.endswith("Moe/Router/dense/kernel")]
-    if routers and routers[0].ndim == 3:
-        raise ValueError(
-            f"The checkpoint is an ensemble of {routers[0].shape[1]} members (E³), which cannot be read as a V-MoE."
-        )
+    for path, array in params.items():
+        if path.endswith("Moe/Router/dense/kernel") and array.ndim == 3:
+            raise ValueError(
+                f"The checkpoint is an ensemble of {array.shape[1]} members (E³), which cannot be read as a V-MoE."
+            )
 
 
 def _blocks(paths: Iterable[str]) -> set[int]:

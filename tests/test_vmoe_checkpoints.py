@@ -1,0 +1,233 @@
+"""Official V-MoE checkpoints: small files that google-research/vmoe @ 942a78bc wrote (jax 0.10.2, flax 0.12.8), with
+the logits of its own model; data/vmoe/README.md says how they were made.
+"""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import DATA
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import timm_moe
+from timm_moe.checkpoints.sharded import read_arrays
+from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
+from timm_moe.cli import main
+
+FOLDER = DATA / "vmoe"
+FORMATS = ["vmoe_tiny", "vmoe_tiny_trainstate", "vmoe_tiny_old_trainstate", "vmoe_tiny_bf16"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: torch.from_numpy(array) for name, array in np.load(FOLDER / "expected.npz").items()}
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The prefix of a copy of the three-shard checkpoint, to be damaged."""
+    for file in FOLDER.glob("vmoe_tiny.*"):
+        shutil.copy(file, tmp_path)
+    return tmp_path / "vmoe_tiny"
+
+
+def load(imported, file, **kwargs):
+    return timm.create_model(imported.name, **imported.kwargs, checkpoint_path=str(file), **kwargs).eval()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_imported_checkpoint_gives_the_jax_models_logits(name, expected, tmp_path):
+    file = tmp_path / "vmoe.safetensors"
+    imported = import_checkpoint(FOLDER / name, file)
+    logits = expected["vmoe_tiny_bf16_logits" if "bf16" in name else "vmoe_tiny_logits"]
+    images = expected["images_NHWC"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(load(imported, file)(images), logits, rtol=0, atol=1e-4)
+    assert [path.name for path in tmp_path.iterdir()] == ["vmoe.safetensors"]
+
+
+def test_with_dropping_too(expected, tmp_path):
+    file = tmp_path / "vmoe.safetensors"
+    model = load(import_checkpoint(FOLDER / "vmoe_tiny", file), file, eval_capacity_factor=1.05, group_images=2)
+    logits = model(expected["images_NHWC"].permute(0, 3, 1, 2))
+    torch.testing.assert_close(logits, expected["vmoe_tiny_c105_logits"], rtol=0, atol=1e-4)
+    assert not torch.allclose(logits, expected["vmoe_tiny_logits"], atol=0.01)
+
+
+def test_the_command_prints_the_line_that_loads_the_file(expected, tmp_path, capsys):
+    file = tmp_path / "vmoe.safetensors"
+    assert main(["import-vmoe", str(FOLDER / "vmoe_tiny.index"), str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "Wrote 16,951 parameters of a vmoe_s32" in out
+    assert "top_k is 2 unless you state it" in out
+    line = re.search(r"timm\.create_model\(.*\)", out)[0]
+    images = expected["images_NHWC"].permute(0, 3, 1, 2)
+    model = eval(line, {"timm": timm}).eval()
+    torch.testing.assert_close(model(images), expected["vmoe_tiny_logits"], rtol=0, atol=1e-4)
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["model"] == "vmoe_s32"
+    assert main(["import-vmoe", str(FOLDER / "vmoe_tiny"), str(file)]) == 1
+    assert "exists; pass --overwrite" in capsys.readouterr().err
+    assert main(["import-vmoe", str(FOLDER / "vmoe_tiny"), str(file), "--overwrite"]) == 0
+
+
+def test_imported_weights_can_be_trained_and_resized(tmp_path):
+    """The pretrained road of timm: another head, other image size."""
+    file = tmp_path / "vmoe.safetensors"
+    imported = import_checkpoint(FOLDER / "vmoe_tiny", file)
+    kwargs = {**imported.kwargs, "num_classes": 3, "img_size": 24}
+    model = timm.create_model(imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs)
+    (model(torch.randn(2, 3, 24, 24)).square().mean() + timm_moe.auxiliary_loss(model)).backward()
+    state = read_arrays(FOLDER / "vmoe_tiny")
+    assert torch.equal(model.blocks[1].mlp.fc1.weight, state["Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel"].mT)
+
+
+def flax_params(**shape):
+    """Arrays of a registered model's size, all zero and never allocated."""
+    with torch.device("meta"):
+        model = timm.create_model("vmoe_b16", num_experts=8, moe_layers="every-2", num_classes=21843, pre_logits=True)
+    zero, dim, depth, heads = torch.zeros(()), 768, 12, 12
+    arrays = {
+        "cls": (1, 1, dim), "embedding/kernel": (16, 16, 3, dim), "embedding/bias": (dim,),
+        "Encoder/posembed_input/pos_embedding": (1, 197, dim), "Encoder/encoder_norm/scale": (dim,),
+        "Encoder/encoder_norm/bias": (dim,), "pre_logits/kernel": (dim, dim), "pre_logits/bias": (dim,),
+        "head/kernel": (dim, 21843), "head/bias": (21843,),
+    }  # fmt: skip
+    for block in range(depth):
+        path = f"Encoder/encoderblock_{block}"
+        for norm in ("LayerNorm_0", "LayerNorm_1"):
+            arrays |= {f"{path}/{norm}/scale": (dim,), f"{path}/{norm}/bias": (dim,)}
+        for part in ("query", "key", "value"):
+            arrays[f"{path}/SelfAttention/{part}/kernel"] = (dim, heads, dim // heads)
+            arrays[f"{path}/SelfAttention/{part}/bias"] = (heads, dim // heads)
+        arrays |= {
+            f"{path}/SelfAttention/out/kernel": (heads, dim // heads, dim),
+            f"{path}/SelfAttention/out/bias": (dim,),
+        }
+        experts = (8,) if block % 2 else ()
+        mlp = f"{path}/Moe/Mlp" if block % 2 else f"{path}/Mlp"
+        arrays |= {f"{mlp}/Dense_0/kernel": (*experts, dim, 3072), f"{mlp}/Dense_0/bias": (*experts, 3072)}
+        arrays |= {f"{mlp}/Dense_1/kernel": (*experts, 3072, dim), f"{mlp}/Dense_1/bias": (*experts, dim)}
+        if block % 2:
+            arrays[f"{path}/Moe/Router/dense/kernel"] = (dim, 8)
+    return {f"params/{path}": zero.to("meta").expand(shape) for path, shape in arrays.items()}, model
+
+
+def test_the_published_b16_is_recognised():
+    """More than ten blocks, experts in every other: the sizes of vmoe_b16_imagenet21k_randaug_strong."""
+    params, model = flax_params()
+    state_dict = state_dict_from_flax(params)
+    assert {name: tensor.shape for name, tensor in state_dict.items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    assert model_from_flax(params) == (
+        "vmoe_b16",
+        dict(num_classes=21843, num_experts=8, moe_layers="1,3,5,7,9,11", pre_logits=True, act_layer="gelu_tanh"),
+    )
+
+
+def test_numpy_arrays_with_and_without_params_before_their_paths():
+    arrays = {path: array.numpy() for path, array in read_arrays(FOLDER / "vmoe_tiny").items()}
+    plain = state_dict_from_flax(arrays)
+    prefixed = state_dict_from_flax({f"params/{path}": array for path, array in arrays.items()})
+    assert all(torch.equal(tensor, prefixed[name]) for name, tensor in plain.items())
+
+
+ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays: arrays.pop("Encoder/encoderblock_2/LayerNorm_1/bias"), "has no array Encoder/encoderblock_2/L"),
+        (lambda arrays: arrays.pop(ROUTER), f"has no array {ROUTER}"),
+        (lambda arrays: arrays.update({"head/scale": torch.ones(7)}), "array head/scale has no place in a V-MoE"),
+        (lambda arrays: arrays.update({"MapHead/probe": torch.ones(7)}), "array MapHead/probe has no place in a V-MoE"),
+        (
+            lambda arrays: arrays.update({"head/kernel": torch.ones(7)}),
+            r"other shapes than a V-MoE's: head/kernel \(7,",
+        ),
+        (lambda arrays: arrays.update({ROUTER: torch.ones(16, 2, 2)}), r"an ensemble of 2 members \(E³\)"),
+        (lambda arrays: [arrays.pop(path) for path in list(arrays) if "/Moe/" in path], "a plain vision transformer"),
+        (lambda arrays: [arrays.pop(path) for path in list(arrays) if "encoderblock" in path], "no encoder blocks"),
+        (lambda arrays: arrays.clear(), "no encoder blocks"),
+    ],
+)
+def test_other_arrays_than_a_v_moes(change, message):
+    arrays = read_arrays(FOLDER / "vmoe_tiny")
+    change(arrays)
+    with pytest.raises(ValueError, match=message):
+        state_dict_from_flax(arrays)
+
+
+def test_an_ensemble_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ensemble of 2 members"):
+        import_checkpoint(FOLDER / "eee_tiny", tmp_path / "eee.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "output", "error", "message"),
+    [
+        ("none", "a.safetensors", FileNotFoundError, "There is no .*none.index"),
+        ("gs://vmoe_checkpoints/vmoe_s32", "a.safetensors", ValueError, "not on this machine: download"),
+        ("vmoe_tiny", "a.bin", ValueError, "must be a file that ends in .safetensors"),
+        ("vmoe_tiny", "none/a.safetensors", FileNotFoundError, "There is no folder"),
+    ],
+)
+def test_bad_names(copy, prefix, output, error, message):
+    prefix = prefix if prefix.startswith("gs:") else copy.with_name(prefix)
+    with pytest.raises(error, match=message):
+        import_checkpoint(prefix, copy.parent / output)
+    assert not list(copy.parent.rglob("*a.*"))
+
+
+def test_a_missing_shard(copy):
+    copy.with_name("vmoe_tiny.data-00001-of-00003").unlink()
+    with pytest.raises(FileNotFoundError, match=r"The shard .*vmoe_tiny.data-00001-of-00003 is missing"):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))
+    assert not copy.with_name("a.safetensors").exists()
+
+
+def test_shards_of_another_checkpoint(copy):
+    first, second = (copy.with_name(f"vmoe_tiny.data-0000{shard}-of-00003") for shard in (0, 1))
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match=r"vmoe_tiny.data-00000-of-00003 is damaged, or belongs to another index"):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(suffix=st.sampled_from(["index", "data-00000-of-00003", "data-00002-of-00003"]), fraction=st.floats(0, 0.9999))
+def test_truncated_files(copy, suffix, fraction):
+    original = (FOLDER / f"vmoe_tiny.{suffix}").read_bytes()
+    damaged = copy.with_name(f"vmoe_tiny.{suffix}")
+    damaged.write_bytes(original[: int(fraction * len(original))])
+    try:
+        with pytest.raises(ValueError, match=f"{suffix} is "):
+            import_checkpoint(copy, copy.with_name("a.safetensors"))
+    finally:
+        damaged.write_bytes(original)
+    assert not copy.with_name("a.safetensors").exists()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_flipped_bytes_never_crash(copy, data):
+    """What the index says is checked; the values of the weights carry no checksum."""
+    original = (FOLDER / "vmoe_tiny.index").read_bytes()
+    content = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    copy.with_name("vmoe_tiny.index").write_bytes(content)
+    output = copy.with_name("a.safetensors")
+    output.unlink(missing_ok=True)
+    try:
+        import_checkpoint(copy, output)
+    except (ValueError, OSError):
+        assert not output.exists()
+    else:
+        assert output.exists()
