@@ -1,12 +1,14 @@
 """The command line: what it prints, and one sentence instead of a traceback."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import SMALL_VIT_KWARGS
+import timm
+from conftest import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
 from timm_moe.cli import main
@@ -21,6 +23,9 @@ def test_list(capsys):
         "vit_base_ewa_moe",
         "vit_large_ewa_moe",
         "vit_xtiny_ewa_moe",
+        "vit_tiny_moe",
+        "vmoe_s32",
+        "vmoe_h14",
     } <= set(names)
     assert "vit_small_patch16_224" not in names
     main(["list", "*small*", "--pretrained"])
@@ -46,6 +51,31 @@ def test_info_takes_options(capsys):
         == 0
     )
     assert "8 in each of 2 layers" in capsys.readouterr().out
+
+
+def test_info_of_routed_experts(capsys):
+    assert main(["info", "vmoe_b16"]) == 0
+    out = capsys.readouterr().out
+    assert "32 in each of 2 layers, the model has 12 blocks, a token takes 2" in out
+    assert "parameters, training   379,407,592" in out
+    # ViT-B/16 and, in 2 layers, 1 more expert of 2DH + H + D and a router of 32 x 768
+    assert f"parameters, activated  {86_567_656 + 2 * (2 * 768 * 3072 + 3072 + 768 + 32 * 768):,} per token" in out
+    assert "exported" not in out
+    macs = 2 * 197 * (2 * 768 * 3072 + 32 * 768) / 1e9  # of these on top of ViT-B/16's
+    main(["info", "vit_base_ewa_moe"])
+    both = out + capsys.readouterr().out
+    routed, dense = (float(number) for number in re.findall(r"\(([\d.]+) GMACs", both))
+    assert routed - dense == pytest.approx(macs, abs=0.002)
+
+
+def test_export_of_routed_experts_says_that_it_is_another_model(tmp_path, capsys):
+    model = timm.create_model("vit_tiny_moe", **SMALL_VIT)
+    save_file(model.state_dict(), tmp_path / "moe.safetensors")
+    arguments = ["export", str(tmp_path / "moe.safetensors"), str(tmp_path / "vit"), "--model", "vit_tiny_moe"]
+    assert main([*arguments, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]) == 0
+    out = capsys.readouterr().out
+    assert "equal those of the mean of the experts." in out
+    assert "it is not the model that was trained: validate it before you use it." in out
 
 
 def test_export(ewa_vit, tmp_path, capsys):

@@ -1,5 +1,6 @@
-"""Two processes under DistributedDataParallel (gloo): experts stay equal on both ranks, every expert has a gradient."""
+"""Two processes under DistributedDataParallel (gloo): ranks stay equal, every expert has its gradient."""
 
+import copy
 import logging
 import os
 from contextlib import nullcontext
@@ -15,13 +16,17 @@ from timm.task import ClassificationTask
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from timm_moe import ExpertWeightAveraging, moe_layers
+from timm_moe import ExpertWeightAveraging, auxiliary_loss, moe_layers
 
 
-def worker(rank, folder, batch_size):
+def start(rank, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+
+
+def worker(rank, folder, batch_size):
+    start(rank, folder)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -60,3 +65,31 @@ def test_ranks_stay_identical(tmp_path, batch_size):
     start = first["model"]["blocks.1.mlp.fc1.weight"]
     assert not torch.equal(start[0], start[1])  # 0.6 leaves a fifth of each deviation
     assert (start - start.mean(0)).abs().max() < 0.01
+
+
+def routed_worker(rank, folder, compiled):
+    start(rank, folder)
+    images, targets = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_moe", num_experts=9, group_images=2, **SMALL_VIT)  # some experts get no token
+    for name, parameter in model.named_parameters():
+        if "router" in name:
+            nn.init.normal_(parameter, std=0.3)
+    reference = copy.deepcopy(model)
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    if compiled and hasattr(task, "get_trainable_module"):
+        task.compile(backend="aot_eager")
+    task.prepare_distributed(device_ids=None)
+    part = slice(2 * rank, 2 * rank + 2)
+    task(images[part], targets[part])["loss"].backward()
+    # The mean over the ranks is the loss of the whole batch, where groups are as large as a rank's part.
+    (nn.functional.cross_entropy(reference(images), targets) + auxiliary_loss(reference)).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_routed_experts_get_the_gradients_of_the_whole_batch(tmp_path, compiled):
+    torch.multiprocessing.spawn(routed_worker, (str(tmp_path), compiled), nprocs=2)

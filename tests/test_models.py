@@ -184,3 +184,107 @@ def run_python(code, **env):
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# --- routed experts
+
+ROUTED = {
+    "vit_tiny_moe": "vit_tiny_patch16_224",
+    "vit_small_moe": "vit_small_patch16_224",
+    "vit_base_moe": "vit_base_patch16_224",
+    "vmoe_b32": "vit_base_patch32_224",
+    "vmoe_b16": "vit_base_patch16_224",
+    "vmoe_l32": "vit_large_patch32_224",
+    "vmoe_l16": "vit_large_patch16_224",
+    "vmoe_h14": "vit_huge_patch14_224",
+}
+
+
+@pytest.mark.parametrize(("name", "stock"), list(ROUTED.items()))
+def test_routed_models_have_the_weights_and_the_size_of_their_stock_model(name, stock):
+    weights = [(cfg.tag, cfg.hf_hub_id) for cfg in get_arch_pretrained_cfgs(stock).values()]
+    assert [(cfg.tag, cfg.hf_hub_id) for cfg in get_arch_pretrained_cfgs(name).values()] == weights
+    with torch.device("meta"):
+        dense, model = timm.create_model(stock), timm.create_model(name)
+    shapes = {key: value.shape for key, value in dense.state_dict().items()}
+    assert {key: value.shape for key, value in timm_moe.to_dense(model).state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "options"),
+    [
+        ("vit_small_moe", range(1, 12, 2), 4, dict(top_k=1, noise_std=0, loss_weights={"balance": 0.01})),
+        ("vmoe_s32", (5, 7), 32, {}),
+        ("vmoe_b16", (9, 11), 32, {}),
+        ("vmoe_l32", (21, 23), 32, {}),
+        ("vmoe_h14", (23, 25, 27, 29, 31), 32, {}),
+    ],
+)
+def test_routed_models_are_the_papers(name, layers, experts, options):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in layers]
+    for path, layer in timm_moe.moe_layers(model).items():
+        assert (layer.path, layer.num_experts, layer.share_rate) == (path, experts, 0)
+        defaults = dict(top_k=2, noise_std=1.0, loss_weights={"importance": 0.005, "load": 0.005})
+        router = {"capacity_factor": 1.05, "eval_capacity_factor": None, "batch_priority": False, **defaults, **options}
+        assert {option: getattr(layer.router, option) for option in router} == router
+
+
+def test_experts_of_v_moe_start_equal_and_those_of_the_naive_moe_apart():
+    naive = timm.create_model("vit_tiny_moe", **SMALL_VIT).blocks[1].mlp
+    vmoe = timm.create_model("vmoe_b32", moe_layers="1,3", **SMALL_VIT).blocks[1].mlp
+    assert not torch.equal(naive.fc1.weight[0], naive.fc1.weight[1])
+    assert torch.equal(vmoe.fc1.weight[0], vmoe.fc1.weight[31])
+    assert 0.015 < vmoe.router.weight.std() < 0.025
+
+
+@pytest.mark.parametrize("road", ["overlay", "checkpoint"])
+def test_routed_experts_are_upcycled_from_a_dense_checkpoint(dense_vit, dense_file, images, road):
+    options = dict(top_k=4, capacity_factor=None)  # with all experts chosen, the dense model's outputs
+    if road == "overlay":
+        overlay = dict(file=dense_file, num_classes=5)
+        model = timm.create_model(
+            "vit_tiny_moe", pretrained=True, pretrained_cfg_overlay=overlay, **options, **SMALL_VIT
+        )
+    else:
+        model = timm.create_model("vit_tiny_moe", checkpoint_path=dense_file, **options, **SMALL_VIT)
+    weight = model.blocks[1].mlp.fc1.weight
+    assert all(torch.equal(weight[expert], dense_vit.blocks[1].mlp.fc1.weight) for expert in range(4))
+    assert model.blocks[1].mlp.router.weight.std() > 0.01
+    torch.testing.assert_close(model.eval()(images), dense_vit(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_routed_model_is_saved_and_loaded_as_timm_does(images, tmp_path):
+    model = timm.create_model("vit_tiny_moe", num_experts=3, top_k=2, pre_logits=True, **SMALL_VIT).eval()
+    arguments = {**SMALL_VIT, "num_experts": 3, "top_k": 2, "pre_logits": True}
+    save_for_hf(model, str(tmp_path / "moe"), model_args=arguments, safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_a_routed_model_is_a_stock_class_to_timm(images):
+    set_fused_attn(False)  # some pairs of timm and torch cannot trace the fused one
+    try:
+        model = timm.create_model("vit_tiny_moe", **SMALL_VIT).eval()
+    finally:
+        set_fused_attn(True)
+    assert isinstance(model, VisionTransformer)
+    assert create_feature_extractor(model, ["blocks.1"])(images)["blocks.1"].shape == (6, 17, 32)
+    features = timm.create_model("vit_tiny_moe", features_only=True, **SMALL_VIT)(images)
+    assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
+    model.reset_classifier(3)
+    assert model(images).shape == (6, 3)
+    exported = torch.export.export(model, (images,)).module()
+    torch.testing.assert_close(exported(images), model(images))
+
+
+def test_pre_logits():
+    model = timm.create_model("vit_tiny_moe", pre_logits=True, **SMALL_VIT).eval()
+    x = torch.randn(2, 3, 32, 32)
+    features = model.forward_head(model.forward_features(x), pre_logits=True)
+    expected = torch.tanh(model.representation.fc(model.forward_features(x)[:, 0]))
+    torch.testing.assert_close(features, expected)
+    torch.testing.assert_close(model(x), model.head(expected))
+    with pytest.raises(ValueError, match="a model with pre_logits=True cannot become one"):
+        timm_moe.to_dense(model)

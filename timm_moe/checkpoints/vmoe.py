@@ -178,7 +178,7 @@ def _sources(params: Mapping[str, Tensor]) -> dict[str, Source]:
     moe_blocks = _moe_blocks(params)
     for block in range(1 + max(_blocks(params))):
         sources |= _block(f"blocks.{block}", f"Encoder/encoderblock_{block}", block in moe_blocks)
-    for name, path in (("pre_logits.fc", "pre_logits"), ("head", "head")):
+    for name, path in (("representation.fc", "pre_logits"), ("head", "head")):
         if any(other.startswith(f"{path}/") for other in params):
             sources |= _linear(name, path)
     return sources

@@ -24,24 +24,24 @@ class MoeVisionTransformer(MoeMixin, VisionTransformer):
 
     def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.pre_logits: nn.Module = nn.Identity()
+        self.representation: nn.Module = nn.Identity()  # timm drops keys with pre_logits from checkpoints
         if pre_logits:
             linear = nn.Linear(self.embed_dim, self.embed_dim)
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-            self.pre_logits = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
+            self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        x = self.pre_logits(super().forward_head(x, pre_logits=True))
+        x = self.representation(super().forward_head(x, pre_logits=True))
         return x if pre_logits else self.head(x)
 
     def restore_stock_class(self) -> None:
-        if not isinstance(self.pre_logits, nn.Identity):
+        if not isinstance(self.representation, nn.Identity):
             raise ValueError(
                 "timm's VisionTransformer has no layer before its classifier, so a model with pre_logits=True cannot "
                 "become one."
             )
-        del self.pre_logits
+        del self.representation
         super().restore_stock_class()
 
 
