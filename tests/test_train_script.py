@@ -17,6 +17,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 
 import timm_moe
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 XTINY = ["--model", "vit_xtiny_ewa_moe", "--num-classes", "3"]
+ROUTED = ["--model", "vit_xtiny_moe", "--num-classes", "3"]
 
 
 def image_folder(folder, images_per_class):
@@ -165,3 +167,80 @@ def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path):
     )
     assert "Loading pretrained weights from Hugging Face hub" in log
     assert log.count("EWA: averaging the 4 experts of 6 layers") == 1
+
+
+# --- routed experts: the routers' losses join train.py's, and the log tells of the routing
+
+
+def routing_lines(log):
+    """Layer and balance loss of each line."""
+    return re.findall(r"Routing in (blocks\.\d+\.mlp): balance ([\d.]+), dropped [\d.]+%, load min/mean/max", log)
+
+
+def test_routed_experts_train_and_validate_and_each_epoch_tells_of_the_routing(images, tmp_path):
+    log = train(tmp_path, images, *ROUTED, "--experiment", "a", epochs=3)
+    assert [layer for layer, _ in routing_lines(log)] == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)] * 3
+    assert "EWA" not in log
+    last = summary(tmp_path / "output/train/a")[-1]
+    assert float(last["eval_top1"]) > 60
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    assert top1(script("validate.py", tmp_path, *ROUTED, "--checkpoint", checkpoint, *common)) == (
+        f"{float(last['eval_top1']):.3f}"
+    )
+    log = train(tmp_path, images, *ROUTED, "--experiment", "b", "--resume", checkpoint, epochs=4)
+    assert len(routing_lines(log)) == 4
+
+
+def test_the_routers_losses_are_in_the_loss_that_train_py_logs(images, tmp_path):
+    first = {}
+    for weight in (0, 10):
+        log = train(tmp_path, images, *ROUTED, "--model-kwargs", f"aux_loss_weight={weight}", epochs=1)
+        first[weight] = float(re.search(r"Loss: ([\d.]+)", log)[1])
+    assert first[10] - first[0] > 4 * 10 * 0.9  # four layers, each with a balance loss of about 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--grad-accum-steps", "4", "--clip-grad", "1"],
+        ["--amp", "--amp-dtype", "bfloat16", "--model-ema"],
+        ["--mixup", "0.8", "--cutmix", "1", "--bce-loss"],
+        ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
+        ["--grad-checkpointing", "--smoothing", "0.1"],
+        ["--torchcompile", "aot_eager"],
+    ],
+)
+def test_options_of_train_py_with_routed_experts(images, tmp_path, options):
+    log = train(tmp_path, images, *ROUTED, *options, epochs=1)
+    assert len(routing_lines(log)) == 4
+
+
+def test_distillation_into_routed_experts(images, tmp_path):
+    arguments = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    teacher = timm.create_model("vit_tiny_patch16_224", **arguments)
+    save_for_hf(teacher, str(tmp_path / "teacher"), model_args=arguments, safe_serialization=True)
+    options = ["--kd-model-name", f"local-dir:{tmp_path / 'teacher'}", "--task-loss-weight", "0.5"]
+    log = train(tmp_path, images, *ROUTED, *options, epochs=1)
+    assert len(routing_lines(log)) == 4
+
+
+def test_early_ewa(images, tmp_path):
+    log = train(tmp_path, images, *ROUTED, "--model-kwargs", "share_schedule=early")
+    assert "averaging the 4 experts of 4 layers after every optimizer step, share rate 0.3, schedule early" in log
+    assert len(routing_lines(log)) == 8
+
+
+def test_v_moe_from_the_command_line(images, tmp_path):
+    size = ["img_size=32", "patch_size=8", "embed_dim=32", "depth=4", "num_heads=2"]
+    options = [*size, "num_experts=6", "group_images=4"]
+    arguments = ["--model", "vmoe_s32", "--img-size", 32, "--num-classes", 3, "--model-kwargs", *options]
+    log = train(tmp_path, images, *arguments, "--opt", "sgd", epochs=1)
+    assert len(re.findall(r"Routing in blocks.[13].mlp: importance [\d.e-]+, load [\d.e-]+, dropped", log)) == 2
+
+
+def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path):
+    with pytest.raises(
+        AssertionError, match="group_images=5 does not divide the batch of 12 images; 1, 2, 3, 4, 6, 12"
+    ):
+        train(tmp_path, images, *ROUTED, "--model-kwargs", "group_images=5", epochs=1)
