@@ -21,3 +21,12 @@ def test_custom_loop(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "largest_difference=0.0" in done.stdout
     assert (tmp_path / "exported/model.safetensors").is_file()
+
+
+def test_routed_loop(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "routed_loop.py"), "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("load min/mean/max") == 6
+    accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
+    assert accuracies[2] > max(30, accuracies[0])
