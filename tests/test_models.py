@@ -275,7 +275,7 @@ def test_a_routed_model_is_a_stock_class_to_timm(images):
     assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
     model.reset_classifier(3)
     assert model(images).shape == (6, 3)
-    exported = torch.export.export(model, (images,)).module()
+    exported = torch.export.export(model, (images,), strict=False).module()
     torch.testing.assert_close(exported(images), model(images))
 
 

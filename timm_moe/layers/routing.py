@@ -105,20 +105,18 @@ class TopKRouter(nn.Module):
     ):
         super().__init__()
         loss_weights = dict(loss_weights or {})
-        _check_range("top_k", top_k, int, 1, num_experts)
-        _check_range("noise_std", noise_std, float, 0)
-        _check_range("capacity_multiple", capacity_multiple, int, 1)
-        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
-            if factor is not None:
-                _check_range(name, factor, float, 0, above=True)
-        if group_images is not None:
-            _check_range("group_images", group_images, int, 1)
+        _check_integer("top_k", top_k, 1, num_experts)
+        _check_number("noise_std", noise_std, 0)
+        _check_number("capacity_factor", capacity_factor, 0, above=True, or_none=True)
+        _check_number("eval_capacity_factor", eval_capacity_factor, 0, above=True, or_none=True)
+        _check_integer("capacity_multiple", capacity_multiple, 1)
+        _check_integer("group_images", group_images, 1, or_none=True)
         if capacity_rounding not in ROUNDINGS:
             raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
         for name, weight in loss_weights.items():
             if name not in LOSSES:
                 raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
-            _check_range(f"The weight of the {name} loss", weight, float, 0)
+            _check_number(f"The weight of the {name} loss", weight, 0)
         if loss_weights.get("load") and not noise_std:
             raise ValueError(
                 "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
@@ -245,9 +243,20 @@ def _no_autocast(x: Tensor) -> Any:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # there is none for meta
 
 
-def _check_range(name: str, value: Any, kind: type, low: float, high: float = math.inf, above: bool = False) -> None:
-    number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (above and value == low) or math.isinf(value):
-        bounds = f"between {low} and {high}" if high < math.inf else f"above {low}" if above else f"at least {low}"
-        noun = "an integer" if kind is int else "a number"
-        raise ValueError(f"{name} must be {noun} {bounds}, got {value!r}.")
+def _check_number(name: str, value: Any, low: float, above: bool = False, or_none: bool = False) -> None:
+    """Raise ValueError unless ``value`` is a finite number, at least ``low`` or above it."""
+    if or_none and value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < low or (above and value == low):
+        bound = f"{'above' if above else 'of at least'} {low}{' or None' if or_none else ''}"
+        raise ValueError(f"{name} must be a number {bound}, got {value!r}.")
+
+
+def _check_integer(name: str, value: Any, low: int, high: int | None = None, or_none: bool = False) -> None:
+    """Raise ValueError unless ``value`` is an integer from ``low`` to ``high``."""
+    if or_none and value is None:
+        return
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bound = f"of at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be an integer {bound}{' or None' if or_none else ''}, got {value!r}.")
