@@ -118,13 +118,11 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     return summaries
 
 
-@torch.compiler.disable
 def before_task(task: nn.Module, args: Any) -> None:
     """Forward pre-hook of a timm training task."""
     clear_records(task)
 
 
-@torch.compiler.disable
 def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, Any]:
     """Forward hook of a timm training task: adds the routers' losses to its loss."""
     if not any(layer.router.records for layer in _routed_layers(task)):
