@@ -12,7 +12,7 @@ from conftest import SMALL_VIT
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
-from timm.task import ClassificationTask, LogitDistillationTask
+from timm.task import ClassificationTask, LogitDistillationTask, TrainingTask
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.nn import functional as F
@@ -284,16 +284,151 @@ def test_no_losses_in_eval_mode_nor_without_gradients():
     assert timm_moe.routing_summary(model) == {}
 
 
-def test_the_losses_are_those_of_the_last_training_forward():
+def test_losses_are_those_since_they_were_last_added():
     images, _ = batch()
     model = make_model()
-    model(images[:2])
-    model(images)
-    first = timm_moe.auxiliary_loss(model)
+    expected = []
+    for part in (images[:2], images):
+        model(part)
+        expected.append(timm_moe.auxiliary_loss(model))
+    for part in (images[:2], images):  # two views, one loss
+        model(part)
+    both = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(both, sum(expected))
     model.eval()(images)  # a validation in between
-    assert timm_moe.auxiliary_loss(model) == first
+    assert timm_moe.auxiliary_loss(model) == both
     model.train()(images)
-    torch.testing.assert_close(timm_moe.auxiliary_loss(model), first)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), expected[1])
+
+
+class TwoViews(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x) + self.model(x.flip(3))
+
+
+def test_a_task_adds_the_losses_of_every_call_of_the_model():
+    images, targets = batch()
+    by_hand, trained = TwoViews(make_model()), TwoViews(make_model())
+    outputs, router_loss = losses_by_hand(by_hand, images)
+    (F.cross_entropy(outputs, targets) + router_loss).backward()
+    task = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    for _ in range(2):  # a call before, whose losses are not used
+        result = task(images, targets)
+    result["loss"].backward()
+    assert_same(gradients(trained), gradients(by_hand))
+
+
+def test_a_task_in_a_task_adds_them_once():
+    images, targets = batch()
+
+    class Outer(TrainingTask):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, y):
+            return self.inner(x, y)
+
+    model = make_model()
+    expected = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)["loss"]
+    outer = Outer(ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False))
+    torch.testing.assert_close(outer(images, targets)["loss"], expected)
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad"])
+def test_a_task_that_does_not_train_adds_nothing(mode):
+    images, targets = batch()
+    model = make_model()
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    task(images, targets)["loss"].backward()
+    task.train(mode != "eval")
+    with torch.no_grad():
+        result = task(images, targets)
+        torch.testing.assert_close(result["loss"], F.cross_entropy(model(images), targets))
+    task.train()(images, targets)["loss"].backward()
+
+
+@pytest.mark.parametrize("road", ["features_only", "forward_features"])
+def test_roads_that_do_not_call_the_model(road):
+    images, _ = batch()
+    if road == "features_only":
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_moe", features_only=True, **SMALL_VIT)
+        call = model
+    else:
+        model = make_model()
+        call = model.forward_features
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(3):
+        features = call(images)
+        loss = timm_moe.auxiliary_loss(model)
+        losses.append(loss.item())
+        ((features[-1] if road == "features_only" else features).square().mean() + loss).backward()
+        optimizer.step()
+    assert losses[2] == pytest.approx(losses[0], rel=0.1)
+    call(images)[-1].mean().backward()
+    with pytest.raises(RuntimeError, match="were not added"):
+        optimizer.step()
+
+
+def test_recomputation_in_backward_leaves_no_record():
+    images, targets = batch()
+    model = make_model()
+    model.set_grad_checkpointing(True)
+    loss = F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
+    before = timm_moe.auxiliary_loss(model)
+    loss.backward()
+    assert [len(layer.router.records) for layer in timm_moe.moe_layers(model).values()] == [1, 1]
+    assert timm_moe.auxiliary_loss(model) == before
+
+
+def test_a_loss_that_is_forgotten_later_is_noticed_too():
+    images, targets = batch()
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    for step in range(3):
+        loss = F.cross_entropy(model(images), targets)
+        if step < 2:
+            loss = loss + timm_moe.auxiliary_loss(model)
+        loss.backward()
+        if step < 2:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="were not added"):
+        optimizer.step()
+
+
+def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
+    images, targets = batch()
+    model = make_model()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    F.cross_entropy(model(images), targets).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_nothing_piles_up_where_there_is_no_loss_to_add():
+    images, _ = batch()
+    model = make_model(aux_loss_weight=0)
+    for _ in range(3):
+        model(images)
+    assert len(model.blocks[1].mlp.router.records) == 1
+
+
+def test_roads_that_would_lose_the_losses_are_refused():
+    images, _ = batch()
+    model = make_model()
+    replica = copy.copy(model.blocks[1].mlp.router)
+    replica._is_replica = True  # what nn.DataParallel does on several devices
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel would lose the routers' losses"):
+        replica(torch.randn(2, 3, 32))
+    if hasattr(torch.compiler, "is_exporting"):
+        with pytest.raises(Exception, match=r"torch.export would lose the routers' losses"):
+            torch.export.export(model, (images,), strict=False)
 
 
 def test_a_converted_model_in_memory_has_them_too_and_its_dense_copy_no_trace():
@@ -328,7 +463,8 @@ def test_summary_of_a_loop():
     torch.testing.assert_close(torch.tensor(summary.load), load / choices)
     assert set(summary.losses) == {"importance", "load"}
     assert str(summary).startswith("importance ")
-    assert f"dropped {summary.dropped:.1%}, load min/mean/max {min(summary.load):.3f} / 0.167 / " in str(summary)
+    shares = f"{min(summary.load):.1%} / 16.7% / {max(summary.load):.1%}"
+    assert str(summary).endswith(f"dropped {summary.dropped:.1%}, share of an expert min/mean/max {shares}")
     assert timm_moe.routing_summary(model, reset=True) == summaries
     model(images)
     timm_moe.auxiliary_loss(model)
@@ -368,6 +504,20 @@ def test_other_ranks_keep_silent(caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
         aux_loss_module.log_epoch(optimizer)
     assert caplog.messages == []
+
+
+def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
+    images = batch()[0]
+    images[0, 0, 0, 0] = float("nan")
+    model(images)
+    timm_moe.auxiliary_loss(model)
+    scheduler.step(1)
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    expected = "The router of {} had NaN or Inf in its logits in 1 of the last 1 training forwards."
+    assert warned == [expected.format(f"blocks.{block}.mlp") for block in (1, 3)]
 
 
 def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(caplog):

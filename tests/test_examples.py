@@ -27,6 +27,6 @@ def test_routed_loop(tmp_path):
     command = [sys.executable, str(EXAMPLES / "routed_loop.py"), "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("load min/mean/max") == 6
+    assert done.stdout.count("share of an expert min/mean/max") == 6
     accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert accuracies[2] > max(30, accuracies[0])

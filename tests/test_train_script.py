@@ -174,7 +174,9 @@ def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path):
 
 def routing_lines(log):
     """Layer and balance loss of each line."""
-    return re.findall(r"Routing in (blocks\.\d+\.mlp): balance ([\d.]+), dropped [\d.]+%, load min/mean/max", log)
+    return re.findall(
+        r"Routing in (blocks\.\d+\.mlp): balance loss ([\d.]+), dropped [\d.]+%, share of an expert min/mean/max", log
+    )
 
 
 def test_routed_experts_train_and_validate_and_each_epoch_tells_of_the_routing(images, tmp_path):
@@ -236,7 +238,9 @@ def test_v_moe_from_the_command_line(images, tmp_path):
     options = [*size, "num_experts=6", "group_images=4"]
     arguments = ["--model", "vmoe_s32", "--img-size", 32, "--num-classes", 3, "--model-kwargs", *options]
     log = train(tmp_path, images, *arguments, "--opt", "sgd", epochs=1)
-    assert len(re.findall(r"Routing in blocks.[13].mlp: importance [\d.e-]+, load [\d.e-]+, dropped", log)) == 2
+    assert (
+        len(re.findall(r"Routing in blocks.[13].mlp: importance loss [\d.e-]+, load loss [\d.e-]+, dropped", log)) == 2
+    )
 
 
 def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path):

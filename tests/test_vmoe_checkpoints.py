@@ -5,6 +5,7 @@ the logits of its own model; data/vmoe/README.md says how they were made.
 import re
 import shutil
 
+import msgpack
 import numpy as np
 import pytest
 import timm
@@ -13,6 +14,7 @@ from conftest import DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import timm_moe
 from timm_moe.checkpoints.sharded import read_arrays
@@ -137,6 +139,9 @@ def test_numpy_arrays_with_and_without_params_before_their_paths():
     assert all(torch.equal(tensor, prefixed[name]) for name, tensor in plain.items())
 
 
+EXPERT = "Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel"
+POSITIONS = "Encoder/posembed_input/pos_embedding"
+QUERY = "Encoder/encoderblock_2/SelfAttention/query/kernel"
 ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
 
 
@@ -155,6 +160,12 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
         (lambda arrays: [arrays.pop(path) for path in list(arrays) if "/Moe/" in path], "a plain vision transformer"),
         (lambda arrays: [arrays.pop(path) for path in list(arrays) if "encoderblock" in path], "no encoder blocks"),
         (lambda arrays: arrays.clear(), "no encoder blocks"),
+        (lambda arrays: arrays.update({EXPERT: torch.ones(16, 32)}), "other shapes than a V-MoE's"),
+        (lambda arrays: arrays.update({EXPERT: torch.ones(3, 16, 32)}), "fits no V-MoE: blocks.1.mlp.fc1"),
+        (lambda arrays: arrays.update({POSITIONS: torch.ones(())}), "other shapes than a V-MoE's"),
+        (lambda arrays: arrays.update({"Encoder/encoderblock_99999999/x": torch.ones(1)}), "but none of block 4"),
+        (lambda arrays: arrays.update({QUERY: torch.ones(16, 4, 4)}), "other shapes than a V-MoE's"),
+        (lambda arrays: arrays.update({"head": {"kernel": torch.ones(1)}}), "must be a flat mapping"),
     ],
 )
 def test_other_arrays_than_a_v_moes(change, message):
@@ -230,4 +241,48 @@ def test_flipped_bytes_never_crash(copy, data):
     except (ValueError, OSError):
         assert not output.exists()
     else:
-        assert output.exists()
+        expected = state_dict_from_flax(read_arrays(FOLDER / "vmoe_tiny"))
+        written = load_file(output)
+        assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+def claims(count, change=None):
+    """The index with another number of shards, or with the first entry whose slices have another holder changed."""
+    index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
+    index["shard_count"] = count
+    if change is not None:
+        info, slices, shards = msgpack.unpackb(index["index"]["cls"].data)
+        index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, [change] * len(shards)]))
+    return msgpack.packb(index)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (claims(0), "index is damaged"),
+        (claims(-1), "index is damaged"),
+        (claims(2), "index is damaged"),
+        (claims(10**9), "The shard .* is missing"),
+        (claims(3, 9), "index is damaged"),
+        (claims(3, -1), "index is damaged"),
+    ],
+)
+def test_an_index_that_claims_what_is_not_so(copy, index, message):
+    copy.with_name("vmoe_tiny.index").write_bytes(index)
+    with pytest.raises((ValueError, OSError), match=message):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))
+    assert not copy.with_name("a.safetensors").exists()
+
+
+def test_slices_that_overlap_and_leave_a_hole(copy):
+    index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
+    info, *_ = msgpack.unpackb(index["index"]["cls"].data)  # of shape (1, 1, 16)
+
+    def packed(*bounds):
+        return msgpack.packb([msgpack.packb([start, stop, None]) for start, stop in bounds])
+
+    slices = [packed((0, 1), (0, 1), (0, 8)), packed((0, 1), (0, 1), (4, 12))]
+    index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, [0, 1]]))
+    copy.with_name("vmoe_tiny.index").write_bytes(msgpack.packb(index))
+    with pytest.raises(ValueError, match="index is damaged"):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))

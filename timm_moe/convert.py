@@ -12,7 +12,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .gather import get_gather
-from .layers import EwaMlp, MoeMlp, TopKRouter, clear_records
+from .layers import EwaMlp, MoeMlp, TopKRouter, begin_forward
 from .schedules import check_share_rate, get_schedule
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -39,8 +39,8 @@ def convert_to_moe(
     expert_dropout: float | None = None,
     top_k: int = 1,
     noise_std: float = 0.0,
-    capacity_factor: float | None = None,
-    eval_capacity_factor: float | None = None,
+    capacity_factor: float | str | None = None,
+    eval_capacity_factor: float | str | None = None,
     capacity_multiple: int = 4,
     capacity_rounding: str = "ceil",
     batch_priority: bool = False,
@@ -68,7 +68,8 @@ def convert_to_moe(
         expert_dropout: rate of the dropout inside the experts; by default that of the dense network.
         top_k: this and all below are for routed experts. K, the experts of each token.
         noise_std: standard deviation, times E, of the noise on the router's logits in training.
-        capacity_factor: in training, experts take this times their even share of the choices; None to drop nothing.
+        capacity_factor: in training, experts take this times their even share of the choices; None or ``"none"`` to
+            drop nothing (timm's ``create_model`` drops options that are None).
         eval_capacity_factor: the same in eval mode.
         capacity_multiple: capacities are rounded up to a multiple of this.
         capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
@@ -87,8 +88,8 @@ def convert_to_moe(
     routed_options: dict[str, Any] = dict(
         top_k=top_k,
         noise_std=noise_std,
-        capacity_factor=capacity_factor,
-        eval_capacity_factor=eval_capacity_factor,
+        capacity_factor=_none(capacity_factor),
+        eval_capacity_factor=_none(eval_capacity_factor),
         capacity_multiple=capacity_multiple,
         capacity_rounding=capacity_rounding,
         batch_priority=batch_priority,
@@ -130,7 +131,7 @@ def convert_to_moe(
         setattr(model.get_submodule(parent), name, layer.train(model.training))
         layer.path = path
     if router == "top_k":
-        model.register_forward_pre_hook(clear_records)
+        model.register_forward_pre_hook(begin_forward)
     return model
 
 
@@ -155,12 +156,16 @@ def _sharing(router: str, num_experts: int, share_rate: float | None, share_sche
     return share_rate, share_schedule
 
 
+def _none(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
 def _make_router(ffn: nn.Module, num_experts: int, aux_loss: str, aux_loss_weight: float, **options: Any) -> TopKRouter:
     if isinstance(aux_loss_weight, bool) or not isinstance(aux_loss_weight, (int, float)) or not aux_loss_weight >= 0:
         raise ValueError(f"aux_loss_weight must be a number of at least 0, got {aux_loss_weight!r}.")
-    if not isinstance(aux_loss, str):
-        raise ValueError(f"aux_loss must be names of losses joined by +, got {aux_loss!r}.")
-    names = aux_loss.split("+")
+    names = aux_loss.split("+") if isinstance(aux_loss, str) else []
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
     width = next(module.in_features for module in ffn.modules() if isinstance(module, nn.Linear))
     return TopKRouter(width, num_experts, **options, loss_weights=dict.fromkeys(names, aux_loss_weight / len(names)))
 
@@ -190,7 +195,7 @@ def to_dense(model: nn.Module, method: str = "average") -> nn.Module:
     dense = copy.deepcopy(model, memo)
     for module in dense.modules():
         for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is clear_records:
+            if hook is begin_forward:
                 del module._forward_pre_hooks[handle]
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:

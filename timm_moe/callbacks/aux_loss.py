@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert import moe_layers
-from ..layers import MoeMlp, RouterRecord, TopKRouter, clear_records
+from ..layers import MoeMlp, RouterRecord, TopKRouter
 from .ewa import is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class RoutingSummary:
     load: list[float]
 
     def __str__(self) -> str:
-        losses = "".join(f"{name} {value:.3g}, " for name, value in self.losses.items())
+        losses = "".join(f"{name} loss {value:.3g}, " for name, value in self.losses.items())
         mean = sum(self.load) / len(self.load)
-        load = f"{min(self.load):.3f} / {mean:.3f} / {max(self.load):.3f}"
-        return f"{losses}dropped {self.dropped:.1%}, load min/mean/max {load}"
+        load = " / ".join(f"{share:.1%}" for share in (min(self.load), mean, max(self.load)))
+        return f"{losses}dropped {self.dropped:.1%}, share of an expert min/mean/max {load}"
 
 
 class _Totals:
@@ -49,7 +49,7 @@ class _Totals:
         self.losses: dict[str, Tensor] = {}
         self.load: Tensor | int = 0
         self.dropped: Tensor | int = 0
-        self.not_finite: Tensor | int = 0
+        self.not_finite: Tensor | int = 0  # since the last look
         self.complete = False  # told of; the next record begins anew
 
     def add(self, record: RouterRecord) -> None:
@@ -69,14 +69,14 @@ class _Totals:
         )
 
 
-#: What has been added to a loss, for each router: the records, as the router holds them.
-_added: "weakref.WeakKeyDictionary[nn.Module, list[RouterRecord]]" = weakref.WeakKeyDictionary()
+#: Of the routers whose records were added.
 _totals: "weakref.WeakKeyDictionary[nn.Module, _Totals]" = weakref.WeakKeyDictionary()
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The weighted sum of the routers' losses of the model's last training forward, to be added to the training loss.
+    """The weighted sum of the routers' losses, to be added to the training loss.
 
+    It is that of the training forwards since the losses were last added: of one forward, if each is followed by a call.
     Under timm's train.py, and with any ``timm.task.TrainingTask``, it is in the loss already.
 
     Returns:
@@ -85,11 +85,10 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     losses = []
     for layer in _routed_layers(model):
-        records = layer.router.records
-        if records and _added.get(layer.router) is not records:
-            _added[layer.router] = records
-            _check_finite(layer, _count(layer.router, records))
-        losses += [record.weighted_loss for record in records if record.weighted_loss is not None]
+        if not layer.router.added:
+            _check_finite(layer, _count(layer.router))
+            layer.router.added = True
+        losses += [record.weighted_loss for record in layer.router.records if record.weighted_loss is not None]
     if not losses:
         reference = next(model.parameters(), None)
         return torch.zeros((), device=None if reference is None else reference.device)
@@ -120,32 +119,37 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
 
 def before_task(task: nn.Module, args: Any) -> None:
     """Forward pre-hook of a timm training task."""
-    clear_records(task)
+    for layer in _routed_layers(task):
+        layer.router.clear_records()
+        layer.router.begin_forward()
 
 
 def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, Any]:
     """Forward hook of a timm training task: adds the routers' losses to its loss."""
-    if not any(layer.router.records for layer in _routed_layers(task)):
+    if all(layer.router.added for layer in _routed_layers(task)):  # no routers, not in training, or a task in a task
         return result
     loss = auxiliary_loss(task)
     return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
 
 
-def require_added(optimizer: Optimizer, *args: Any) -> None:
+def before_step(optimizer: Optimizer, *args: Any) -> None:
     """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
-    forgotten = [
-        layer
-        for layer in MoeMlp.alive
-        if isinstance(layer.router, TopKRouter)
-        and _added.get(layer.router) is not layer.router.records
-        and any(record.weighted_loss is not None for record in layer.router.records)
-    ]
+    routed: list[Any] = [layer for layer in MoeMlp.alive if isinstance(layer.router, TopKRouter)]
+    forgotten = [layer for layer in routed if not layer.router.added and _has_gradient(layer.router.records)]
     if forgotten and trained_layers(optimizer, forgotten):
+        for layer in forgotten:
+            layer.router.clear_records()
         raise RuntimeError(
             "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
             "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, or "
             "create the model with aux_loss_weight=0."
         )
+    for layer in routed:
+        layer.router.announced = False
+
+
+def _has_gradient(records: list[RouterRecord]) -> bool:
+    return any(record.weighted_loss is not None and record.weighted_loss.requires_grad for record in records)
 
 
 def log_epoch(optimizer: Optimizer) -> None:
@@ -166,24 +170,25 @@ def _routed_layers(model: nn.Module) -> list[Any]:
     ]
 
 
-def _count(router: nn.Module, records: list[RouterRecord]) -> _Totals:
+def _count(router: TopKRouter) -> _Totals:
     totals = _totals.get(router)
     if totals is None or totals.complete:
         totals = _totals[router] = _Totals()
-    for record in records:
+    for record in router.records:
         totals.add(record)
     return totals
 
 
 def _check_finite(layer: MoeMlp, totals: _Totals, now: bool = False) -> None:
     """Warn of NaN or Inf in the router's logits."""
-    if not now and totals.forwards % FINITE_CHECK_INTERVAL:
+    if not totals.forwards or (totals.forwards % FINITE_CHECK_INTERVAL and not now):
         return
-    bad = int(totals.not_finite)
+    bad, seen = int(totals.not_finite), totals.forwards % FINITE_CHECK_INTERVAL or FINITE_CHECK_INTERVAL
+    totals.not_finite = 0
     if bad:
         _logger.warning(
-            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in {bad} of the last "
-            f"{totals.forwards} training forwards."
+            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in {bad} of the last {seen} "
+            "training forwards."
         )
 
 

@@ -125,4 +125,4 @@ def install() -> None:
         scheduler_class.step_update = _at_scheduler_step(scheduler_class.step_update, "num_updates")
     TrainingTask.__init__ = _with_router_losses(TrainingTask.__init__)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_warn_without_averaging)
-    register_optimizer_step_pre_hook(aux_loss.require_added)
+    register_optimizer_step_pre_hook(aux_loss.before_step)

@@ -7,6 +7,7 @@ holds each slice. A shard maps the number of an array to its slices. Arrays are 
 import logging
 import math
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
     shards: dict[Slices, int]
 
+    def bytes_in(self, shard: int) -> int:
+        return sum(_volume(part) for part, holder in self.shards.items() if holder == shard) * self.dtype.itemsize
+
 
 def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     """The model's arrays in a sharded checkpoint by their path, as ``Encoder/encoder_norm/scale``.
@@ -53,27 +57,31 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"There is no {index_file}; the prefix is what the checkpoint's files have in common.")
     index = _unpack(index_file)
     try:
-        shard_count, entries = int(index["shard_count"]), _entries(index["index"])
+        shard_count = index["shard_count"]
+        entries = [_entry(path, leaf, shard_count) for path, leaf in _leaves(index["index"], "")]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{index_file} is no index of a sharded checkpoint.") from error
-    shard_files = [Path(f"{prefix}.data-{shard:05d}-of-{shard_count:05d}") for shard in range(shard_count)]
-    for file in shard_files:
-        if not file.is_file():
-            raise FileNotFoundError(f"The shard {file} is missing.")
-    arrays = {
-        number: torch.empty(entry.shape, dtype=entry.dtype)
-        for number, entry in enumerate(entries)
-        if entry.path.startswith("params/") or not any(other.path.startswith("params/") for other in entries)
-    }
+        raise ValueError(f"{index_file} is damaged, or no index of a sharded checkpoint.") from error
+    shard_files = _shard_files(prefix, shard_count)
+    in_params = any(entry.path.startswith("params/") for entry in entries)
+    wanted = {n: entry for n, entry in enumerate(entries) if entry.path.startswith("params/") or not in_params}
+    for shard, file in enumerate(shard_files):  # before room is made for what an index may only claim
+        if sum(entry.bytes_in(shard) for entry in wanted.values()) > file.stat().st_size:
+            raise ValueError(f"{file} is truncated, or belongs to another index.")
+    arrays = {number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()}
     for shard, file in enumerate(shard_files):
         if shard_count > 1:
             _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
-        _read_shard(file, shard, entries, arrays)
-    return {entries[number].path.removeprefix("params/"): array for number, array in arrays.items()}
+        _read_shard(file, shard, wanted, arrays)
+    return {wanted[number].path.removeprefix("params/"): array for number, array in arrays.items()}
 
 
-def _entries(tree: Any) -> list[_Entry]:
-    return [_entry(path, leaf) for path, leaf in _leaves(tree, "")]
+def _shard_files(prefix: str, count: int) -> list[Path]:
+    files = []
+    for shard in range(count):
+        files.append(Path(f"{prefix}.data-{shard:05d}-of-{count:05d}"))
+        if not files[-1].is_file():
+            raise FileNotFoundError(f"The shard {files[-1]} is missing.")
+    return files
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -84,19 +92,29 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield path + name, child
 
 
-def _entry(path: str, leaf: Any) -> _Entry:
+def _entry(path: str, leaf: Any, shard_count: int) -> _Entry:
     array_info, slices, shards = _inner(leaf, _INDEX_INFO)
     shape, dtype_name, *_ = _unpackb(array_info)
     dtype = getattr(torch, dtype_name)
     parts = {_slices(part): shard for part, shard in zip(slices, shards, strict=True)}
-    covered = sum(math.prod(stop - start for start, stop in part) for part in parts)
     inside = all(0 <= start < stop <= size for part in parts for (start, stop), size in zip(part, shape, strict=True))
-    if not isinstance(dtype, torch.dtype) or not inside or covered != math.prod(shape):
+    apart = not any(_overlap(*pair) for pair in combinations(parts, 2))
+    covered = sum(map(_volume, parts))
+    held = all(0 <= shard < shard_count for shard in shards)
+    if not (isinstance(dtype, torch.dtype) and inside and apart and covered == math.prod(shape) and held):
         raise ValueError
     return _Entry(path, tuple(shape), dtype, parts)
 
 
-def _read_shard(file: Path, shard: int, entries: list[_Entry], arrays: dict[int, Tensor]) -> None:
+def _volume(part: Slices) -> int:
+    return math.prod(stop - start for start, stop in part)
+
+
+def _overlap(a: Slices, b: Slices) -> bool:
+    return all(max(a0, b0) < min(a1, b1) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
+
+
+def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor]) -> None:
     """Copy what a shard holds of the arrays into them."""
     content = _unpack(file)
     try:

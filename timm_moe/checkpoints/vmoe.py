@@ -60,7 +60,7 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
             torch), with ``params/`` before the paths or without.
 
     Raises:
-        ValueError: if an array is missing, is not part of the architecture, or has the wrong number of dimensions.
+        ValueError: if an array is missing, is not part of the architecture, or has the wrong shape.
     """
     params = {path.removeprefix("params/"): _tensor(array) for path, array in params.items()}
     _refuse_other_architectures(params)
@@ -80,6 +80,7 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in source.paths)
             raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
+    _require_fit(state_dict, *model_from_flax(params))
     return state_dict
 
 
@@ -89,14 +90,23 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     What does not show in the parameters is left at the model's defaults: K, capacities, losses.
 
     Args:
-        params: as for :func:`state_dict_from_flax`, which should have accepted them.
+        params: as for :func:`state_dict_from_flax`.
+
+    Raises:
+        ValueError: if the arrays do not have the shapes of a V-MoE.
     """
-    shapes = {path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()}
+    try:
+        return _model_from_shapes({path.removeprefix("params/"): tuple(np.shape(a)) for path, a in params.items()})
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError("The checkpoint's arrays have other shapes than a V-MoE's.") from error
+
+
+def _model_from_shapes(shapes: dict[str, tuple[int, ...]]) -> tuple[str, dict[str, Any]]:
     moe_blocks = sorted(_moe_blocks(shapes))
     num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
     patch_size, _, in_chans, _ = shapes["embedding/kernel"]
-    depth = 1 + max(_blocks(shapes))
-    num_heads = shapes["Encoder/encoderblock_0/SelfAttention/query/kernel"][1]
+    depth = len(_blocks(shapes))
+    (num_heads,) = {shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")}
     img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
     name = _NAMES.get((patch_size, dim, depth, num_heads, hidden))
     kwargs: dict[str, Any] = {}
@@ -136,7 +146,6 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
     params = read_arrays(prefix)
     state_dict = state_dict_from_flax(params)
     name, kwargs = model_from_flax(params)
-    _require_fit(state_dict, name, kwargs)
     partial = output.with_name(f".{output.name}.partial")
     try:
         save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
@@ -149,6 +158,9 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
 def _refuse_other_architectures(params: Mapping[str, Tensor]) -> None:
     if not _blocks(params) or "embedding/kernel" not in params:
         raise ValueError("The checkpoint is no vision transformer of google-research/vmoe: it has no encoder blocks.")
+    for expected, block in enumerate(sorted(_blocks(params))):
+        if block != expected:
+            raise ValueError(f"The checkpoint has arrays of encoder block {block}, but none of block {expected}.")
     if not _moe_blocks(params):
         raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
     for path, array in params.items():
@@ -176,7 +188,7 @@ def _sources(params: Mapping[str, Tensor]) -> dict[str, Source]:
         **_norm("norm", "Encoder/encoder_norm"),
     }
     moe_blocks = _moe_blocks(params)
-    for block in range(1 + max(_blocks(params))):
+    for block in sorted(_blocks(params)):
         sources |= _block(f"blocks.{block}", f"Encoder/encoderblock_{block}", block in moe_blocks)
     for name, path in (("representation.fc", "pre_logits"), ("head", "head")):
         if any(other.startswith(f"{path}/") for other in params):
@@ -235,6 +247,8 @@ def _qkv_bias(*biases: Tensor) -> Tensor:
 def _tensor(array: Any) -> Tensor:
     if isinstance(array, Tensor):
         return array
+    if isinstance(array, Mapping):
+        raise ValueError("The parameters must be a flat mapping: join the names of nested ones by /.")
     array = np.asarray(array)
     if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not take
         return torch.from_numpy(array.astype(np.float32)).bfloat16()

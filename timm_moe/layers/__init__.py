@@ -3,6 +3,6 @@
 from .dispatch import Routing
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp
-from .routing import RandomPartition, RouterRecord, TopKRouter, clear_records
+from .routing import RandomPartition, RouterRecord, TopKRouter, begin_forward
 
-__all__ = ["EwaMlp", "Experts", "MoeMlp", "RandomPartition", "RouterRecord", "Routing", "TopKRouter", "clear_records"]
+__all__ = ["EwaMlp", "Experts", "MoeMlp", "RandomPartition", "RouterRecord", "Routing", "TopKRouter", "begin_forward"]

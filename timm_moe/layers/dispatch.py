@@ -20,8 +20,8 @@ class Routing(NamedTuple):
         order: (N,) the row that stands at each place of the experts' input; first those of expert 0, then of expert 1,
             ... A row stands there as often as it is kept by an expert.
         sizes: number of places of each expert, E integers that sum to N.
-        place: (T, K) where in ``order`` each choice of a row stands; any place for one that was dropped.
-        weight: (T, K) factor of each choice's output, 0 for one that was dropped; None for all ones.
+        place: (T, K) where in ``order`` each choice of a row stands; N for one that was dropped.
+        weight: (T, K) factor of each choice's output; None for all ones, if nothing was dropped.
     """
 
     order: Tensor
@@ -114,17 +114,11 @@ def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -
         sizes = places_EG.sum(1).tolist()
     start_EG = (places_EG.flatten().cumsum(0) - places_EG.flatten()).view(num_experts, groups)
     start_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK)
-    kept_GSK = line.rank_GSK < capacity
-    # One more place takes in what is dropped; it is cut off before anyone looks at it.
-    place_GSK = torch.where(kept_GSK, start_GSK + line.rank_GSK, sum(sizes))
+    place_GSK = torch.where(line.rank_GSK < capacity, start_GSK + line.rank_GSK, sum(sizes))
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
+    # What is dropped meets in one more place, which is cut off.
     order = row_GSK.new_zeros(sum(sizes) + 1).scatter_(0, place_GSK.flatten(), row_GSK.flatten())[:-1]
-    return Routing(
-        order,
-        sizes,
-        torch.where(kept_GSK, place_GSK, 0).flatten(0, 1),
-        torch.where(kept_GSK, weight_GSK, 0).flatten(0, 1),
-    )
+    return Routing(order, sizes, place_GSK.flatten(0, 1), weight_GSK.flatten(0, 1))
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
@@ -132,10 +126,18 @@ def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     return x_TD.index_select(0, routing.order)
 
 
-def combine(y_ND: Tensor, routing: Routing) -> Tensor:
-    """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept."""
-    choices = [y_ND.index_select(0, place) for place in routing.place.unbind(1)]
-    if routing.weight is not None:
-        weights = routing.weight.to(y_ND.dtype).unsqueeze(2).unbind(1)
-        choices = [weight * choice for weight, choice in zip(weights, choices, strict=True)]
+def combine(outputs: list[Tensor], routing: Routing) -> Tensor:
+    """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept.
+
+    Args:
+        outputs: of each expert, in the order of ``routing.order``.
+        routing: as the rows were dispatched.
+    """
+    if routing.weight is None:
+        return torch.cat(outputs).index_select(0, routing.place[:, 0])
+    y_ND = torch.cat([*outputs, outputs[0].new_zeros(1, outputs[0].shape[1])])  # the last is what was dropped
+    weights = routing.weight.to(y_ND.dtype).unsqueeze(2).unbind(1)
+    choices = [
+        weight * y_ND.index_select(0, place) for weight, place in zip(weights, routing.place.unbind(1), strict=True)
+    ]
     return sum(choices[1:], start=choices[0])

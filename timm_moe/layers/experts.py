@@ -1,6 +1,6 @@
 """E feed-forward networks of one architecture, held in stacked tensors.
 
-Shape suffixes: T rows (tokens), D width, E experts.
+Shape suffixes: N rows at the experts, D width, E experts.
 """
 
 import copy
@@ -91,21 +91,23 @@ class Experts(Stacked):
         # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
-    def run(self, x_TD: Tensor, sizes: Sequence[int]) -> Tensor:
+    def run(self, x_ND: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Apply expert e to the e-th run of rows.
 
         Args:
-            x_TD: rows in expert order.
-            sizes: rows for each expert, E integers that sum to T; an expert without rows still takes part in the
+            x_ND: rows in expert order.
+            sizes: rows for each expert, E integers that sum to N; an expert without rows still takes part in the
                 graph, so that its gradient is zero and not missing (data-parallel training relies on it).
+
+        Returns:
+            The output of each expert.
         """
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
         per_expert = {name: stacked.unbind(0) for name, stacked in self.named_expert_parameters()}
-        outputs = [
+        return [
             _call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, rows)
-            for expert, rows in enumerate(x_TD.split(list(sizes)))
+            for expert, rows in enumerate(x_ND.split(list(sizes)))
         ]
-        return torch.cat(outputs)
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""

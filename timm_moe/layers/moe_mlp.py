@@ -52,6 +52,11 @@ class MoeMlp(Experts):
         self.alive.add(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
+            raise ValueError(
+                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
+                "with router='top_k'."
+            )
         # A dense network knows nothing of a router: it keeps the weights it has.
         if any(
             name in state_dict and state_dict[name].shape == stacked.shape[1:]

@@ -15,6 +15,8 @@ from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, queue
 from .losses import balance_loss, importance_loss, load_loss
 
 LOSSES = ("importance", "load", "balance")
+#: torch 2.6 has no such function.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 class RandomPartition(nn.Module):
@@ -81,9 +83,16 @@ class TopKRouter(nn.Module):
             batch that they do not divide is one group.
         loss_weights: weight of each of the losses ``"importance"``, ``"load"`` and ``"balance"``, 0 if not given.
 
+    In training, each forward leaves a record, whose loss has to be added to the training loss. Records gather until
+    they are added; from then on none is taken until :meth:`begin_forward` is called, where a forward of the model
+    begins, so that what gradient checkpointing repeats in backward does not count. A router whose forwards nobody
+    announces takes a new record after the last ones were added.
+
     Attributes:
         weight: (E, D) parameter.
-        records: what happened in the training forwards since the records were last cleared, oldest first.
+        records: of the training forwards since the last ones were added, oldest first.
+        added: whether their losses were added to a training loss.
+        announced: whether :meth:`begin_forward` is called for the forwards since the last optimizer step.
 
     Raises:
         ValueError: on an option outside its range.
@@ -111,7 +120,9 @@ class TopKRouter(nn.Module):
         _check_number("eval_capacity_factor", eval_capacity_factor, 0, above=True, or_none=True)
         _check_integer("capacity_multiple", capacity_multiple, 1)
         _check_integer("group_images", group_images, 1, or_none=True)
-        if capacity_rounding not in ROUNDINGS:
+        if not isinstance(batch_priority, bool):
+            raise ValueError(f"batch_priority must be True or False, got {batch_priority!r}.")
+        if not isinstance(capacity_rounding, str) or capacity_rounding not in ROUNDINGS:
             raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
         for name, weight in loss_weights.items():
             if name not in LOSSES:
@@ -132,14 +143,40 @@ class TopKRouter(nn.Module):
         self.group_images = group_images
         self.loss_weights = {name: weight for name, weight in loss_weights.items() if weight}
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        self.records: list[RouterRecord] = []
+        self.clear_records()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
-    def __getstate__(self) -> dict[str, Any]:  # of a deep copy or a pickle, to which no graph must be tied
+    def clear_records(self) -> None:
+        """Forget all records."""
+        self.records: list[RouterRecord] = []
+        self.added = True  # nothing is left to add
+        self.announced = False
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins: take records."""
+        if self.training and torch.is_grad_enabled():
+            if self.added or not self.loss_weights:
+                self.records = []
+                self.added = False
+            self.announced = True
+
+    def _record(self, record: RouterRecord) -> None:
+        if self.added:
+            if self.announced:  # gradient checkpointing repeats the forward
+                return
+            self.records = []
+            self.added = False
+        self.records.append(record)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a deep copy or a pickle, to which no graph is tied
+        super().__setstate__(state)
+        self.clear_records()
+
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "records": []}
 
     def forward(self, x: Tensor) -> Routing:
@@ -147,11 +184,12 @@ class TopKRouter(nn.Module):
 
         Raises:
             ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
-            RuntimeError: if it is traced in training, since TorchScript would lose the losses.
+            RuntimeError: in training, where the losses would be lost: in a trace or export, under nn.DataParallel.
         """
-        if self.training and torch.jit.is_tracing():
-            raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
-        x_GSD = x.reshape(self._groups(x.shape[0]), -1, x.shape[-1])
+        if self.training:
+            self._refuse_to_lose_losses()
+        groups = self._groups(x.shape[0])
+        x_GSD = x.reshape(groups, x.shape[:-1].numel() // groups, x.shape[-1])
         with _no_autocast(x):
             logits_GSE = self._logits(x_GSD)
             noisy_GSE = logits_GSE
@@ -163,7 +201,7 @@ class TopKRouter(nn.Module):
             capacity = self._capacity(x_GSD.shape[1])
             if self.training and torch.is_grad_enabled():
                 losses = self._losses(logits_GSE, noisy_GSE, gate_GSE, expert_GSK)
-                self.records.append(
+                self._record(
                     RouterRecord(
                         losses={name: loss.detach() for name, loss in losses.items()},
                         weighted_loss=_weighted_sum(losses, self.loss_weights),
@@ -174,6 +212,14 @@ class TopKRouter(nn.Module):
                 )
         return assign(expert_GSK, weight_GSK, line, capacity)
 
+    def _refuse_to_lose_losses(self) -> None:
+        if torch.jit.is_tracing():
+            raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
+        if is_exporting():
+            raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
+
     def _groups(self, batch: int) -> int:
         size = self.group_images
         if size is None or (batch % size and not self.training):
@@ -183,7 +229,7 @@ class TopKRouter(nn.Module):
             raise ValueError(
                 f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
             )
-        return batch // size
+        return max(1, batch // size)
 
     def _logits(self, x_GSD: Tensor) -> Tensor:
         dtype = torch.promote_types(x_GSD.dtype, torch.float32)
@@ -191,7 +237,7 @@ class TopKRouter(nn.Module):
 
     def _capacity(self, rows: int) -> int:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if factor is None:
+        if factor is None or rows == 0:
             return rows  # a row chooses an expert at most once
         capacity = expert_capacity(
             rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
@@ -218,12 +264,11 @@ class TopKRouter(nn.Module):
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
 
 
-def clear_records(module: nn.Module, *args: Any) -> None:
-    """Forget what the routers in a module recorded; also a forward pre-hook, which begins each training forward."""
-    if torch.is_grad_enabled():
-        for router in module.modules():
-            if isinstance(router, TopKRouter) and router.training:
-                router.records = []
+def begin_forward(module: nn.Module, *args: Any) -> None:
+    """Forward pre-hook of a model: announces its forward to the routers in it."""
+    for router in module.modules():
+        if isinstance(router, TopKRouter):
+            router.begin_forward()
 
 
 def _weighted_sum(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor | None:

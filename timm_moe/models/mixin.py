@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe
+from ..convert import convert_to_moe, moe_layers
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
 #: Options of the registered models: those of ``convert_to_moe``.
@@ -46,6 +46,19 @@ class MoeMixin:
                     "model with the moe_layers of the checkpoint."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def no_weight_decay(self: Any) -> set[str]:
+        """Parameters that timm's optimizers do not decay: those of the stock model, and the experts' biases.
+
+        timm tells biases by their one dimension where it decays layer by layer; the experts' have two.
+        """
+        biases = {
+            f"{path}.{name}"
+            for path, layer in moe_layers(self).items()
+            for name, stacked in layer.named_expert_parameters()
+            if stacked.ndim == 2
+        }
+        return {*super().no_weight_decay(), *biases}  # type: ignore[misc]
 
     def restore_stock_class(self: Any) -> None:
         """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""

@@ -23,6 +23,8 @@ class MoeVisionTransformer(MoeMixin, VisionTransformer):
     stock_class = VisionTransformer
 
     def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
+        if not isinstance(pre_logits, bool):
+            raise ValueError(f"pre_logits must be True or False, got {pre_logits!r}.")
         super().__init__(*args, **kwargs)
         self.representation: nn.Module = nn.Identity()  # timm drops keys with pre_logits from checkpoints
         if pre_logits:
@@ -30,6 +32,16 @@ class MoeVisionTransformer(MoeMixin, VisionTransformer):
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
             self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        wanted = isinstance(self.representation, nn.Sequential)
+        found = f"{prefix}representation.fc.weight" in state_dict
+        if wanted != found:
+            raise ValueError(
+                f"The checkpoint has {'a' if found else 'no'} linear layer before its classifier: create the model "
+                f"with pre_logits={found}."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.representation(super().forward_head(x, pre_logits=True))
