@@ -180,6 +180,6 @@ def _info(args: argparse.Namespace) -> None:
 def _import_vmoe(args: argparse.Namespace) -> None:
     imported = import_checkpoint(args.prefix, args.output, args.overwrite)
     kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
-    print(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}.")
-    print(f'Load it with timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}").')
+    print(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is loaded by")
+    print(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
     print("The checkpoint does not say how many experts a token takes: top_k is 2 unless you state it.")

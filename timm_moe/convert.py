@@ -76,7 +76,8 @@ def convert_to_moe(
         batch_priority: let the tokens that the router is surest of queue first.
         group_images: images that share queues, capacities and router losses; by default the local batch.
         aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"`` or several joined by ``+``.
-        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none.
+        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In a loop of
+            your own, :func:`timm_moe.auxiliary_loss` is this sum.
 
     Returns:
         The same model.

@@ -96,15 +96,15 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 
 
 def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Say once that random partitions are trained which nothing averages: their mean would be a bad model."""
+    """Say once that experts are trained which nothing averages, though they have a share rate."""
     if not MoeMlp.alive or optimizer in _warned or ExpertWeightAveraging.of(optimizer):
         return
     if any(layer.share_rate for layer in trained_layers(optimizer, MoeMlp.alive)):
         _warned.add(optimizer)
         _logger.warning(
-            "EWA: nothing averages the experts that this optimizer trains, so the exported mean of them will be bad. "
-            "Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), or pass updates_per_epoch to "
-            "timm's create_scheduler_v2. If you call average_experts_ yourself or want none, set share_rate=0."
+            "EWA: nothing averages the experts that this optimizer trains, as their share rate asks for. Make a "
+            "timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), or pass updates_per_epoch to timm's "
+            "create_scheduler_v2. If you call average_experts_ yourself or want none, set share_rate=0."
         )
 
 

@@ -169,5 +169,5 @@ def _unpackb(data: bytes) -> Any:
     try:
         import msgpack
     except ModuleNotFoundError as error:
-        raise ImportError("Reading this checkpoint needs msgpack: pip install 'timm_moe[vmoe]'.") from error
+        raise ImportError("Reading this checkpoint needs msgpack: pip install msgpack.") from error
     return msgpack.unpackb(data, strict_map_key=False)
