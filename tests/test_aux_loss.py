@@ -298,7 +298,18 @@ def test_losses_are_those_since_they_were_last_added():
     model.eval()(images)  # a validation in between
     assert timm_moe.auxiliary_loss(model) == both
     model.train()(images)
+    with torch.no_grad():
+        model(images[:2])
     torch.testing.assert_close(timm_moe.auxiliary_loss(model), expected[1])
+
+
+def test_a_task_begins_anew():
+    images, targets = batch()
+    model = make_model()
+    model(images[:2])  # and nobody wanted its losses
+    result = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
+    model(images)
+    torch.testing.assert_close(result["auxiliary_loss"], timm_moe.auxiliary_loss(model))
 
 
 class TwoViews(nn.Module):

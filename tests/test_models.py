@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from timm.layers import set_fused_attn
 from timm.models import create_feature_extractor, get_arch_pretrained_cfgs, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
 
 import timm_moe
 
@@ -288,3 +289,36 @@ def test_pre_logits():
     torch.testing.assert_close(model(x), model.head(expected))
     with pytest.raises(ValueError, match="a model with pre_logits=True cannot become one"):
         timm_moe.to_dense(model)
+
+
+def test_checkpoints_of_another_kind_of_model_are_named():
+    routed, ewa = (timm.create_model(name, **SMALL_VIT) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
+    with pytest.raises(ValueError, match=r"experts in blocks.1.mlp are routed, the model's are not: .*router='top_k'"):
+        ewa.load_state_dict(routed.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.mlp.router.weight"):
+        routed.load_state_dict(ewa.state_dict())
+    deeper = timm.create_model("vit_tiny_moe", pre_logits=True, **SMALL_VIT)
+    with pytest.raises(ValueError, match=r"has a linear layer before its classifier: .* pre_logits=True"):
+        routed.load_state_dict(deeper.state_dict())
+    with pytest.raises(ValueError, match=r"has no linear layer before its classifier: .* pre_logits=False"):
+        deeper.load_state_dict(routed.state_dict())
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.75])
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
+def test_experts_are_decayed_and_scaled_as_the_dense_network(name, layer_decay):
+    def settings_by_name(model):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = create_optimizer_v2(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay).param_groups
+        return {
+            names[id(parameter)]: (group["weight_decay"], group.get("lr_scale"))
+            for group in groups
+            for parameter in group["params"]
+        }
+
+    dense = settings_by_name(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
+    moe = settings_by_name(timm.create_model(name, **SMALL_VIT))
+    assert {key: value for key, value in moe.items() if "router" not in key} == dense
+    for block in (1, 3):
+        weight = f"blocks.{block}.mlp.fc1.weight"
+        assert moe.get(f"blocks.{block}.mlp.router.weight", moe[weight]) == moe[weight]

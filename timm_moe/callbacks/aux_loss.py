@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert import moe_layers
-from ..layers import MoeMlp, RouterRecord, TopKRouter
+from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from .ewa import is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, 
 
 def before_step(optimizer: Optimizer, *args: Any) -> None:
     """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
-    routed: list[Any] = [layer for layer in MoeMlp.alive if isinstance(layer.router, TopKRouter)]
+    routed: list[Any] = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]
     forgotten = [layer for layer in routed if not layer.router.added and _has_gradient(layer.router.records)]
     if forgotten and trained_layers(optimizer, forgotten):
         for layer in forgotten:
@@ -166,11 +166,13 @@ def log_epoch(optimizer: Optimizer) -> None:
 
 def _routed_layers(model: nn.Module) -> list[Any]:
     return [
-        module for module in model.modules() if isinstance(module, MoeMlp) and isinstance(module.router, TopKRouter)
+        module
+        for module in model.modules()
+        if isinstance(module, MoeMlp) and isinstance(module.router, RecordingRouter)
     ]
 
 
-def _count(router: TopKRouter) -> _Totals:
+def _count(router: RecordingRouter) -> _Totals:
     totals = _totals.get(router)
     if totals is None or totals.complete:
         totals = _totals[router] = _Totals()

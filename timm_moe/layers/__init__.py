@@ -3,6 +3,17 @@
 from .dispatch import Routing
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp
-from .routing import RandomPartition, RouterRecord, TopKRouter, begin_forward
+from .records import RecordingRouter, RouterRecord, begin_forward
+from .routing import RandomPartition, TopKRouter
 
-__all__ = ["EwaMlp", "Experts", "MoeMlp", "RandomPartition", "RouterRecord", "Routing", "TopKRouter", "begin_forward"]
+__all__ = [
+    "EwaMlp",
+    "Experts",
+    "MoeMlp",
+    "RandomPartition",
+    "RecordingRouter",
+    "RouterRecord",
+    "Routing",
+    "TopKRouter",
+    "begin_forward",
+]

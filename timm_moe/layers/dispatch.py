@@ -5,7 +5,7 @@ Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -
     """
     groups, rows, _ = expert_GSK.shape
     num_experts = line.length_GE.shape[1]
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or expert_GSK.is_meta:
+    if _needs_fixed_shapes(expert_GSK):
         places_EG = torch.full_like(line.length_GE.T, capacity)
         sizes = [groups * capacity] * num_experts
     else:
@@ -121,9 +121,45 @@ def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -
     return Routing(order, sizes, place_GSK.flatten(0, 1), weight_GSK.flatten(0, 1))
 
 
+def _needs_fixed_shapes(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta
+
+
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
-    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``."""
-    return x_TD.index_select(0, routing.order)
+    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``, zero at a place without use."""
+    if not _needs_fixed_shapes(x_TD):
+        return _Dispatch.apply(x_TD, routing.order, routing.place)
+    # What compiles well; and torch 2.6 compiles the backward of an index_select that repeats rows wrongly for CPUs.
+    choices = routing.place.shape[1]
+    source = x_TD.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x_TD.shape[1])
+    places = x_TD.new_zeros(routing.order.shape[0] + 1, x_TD.shape[1])  # the last is for what is dropped
+    return places.index_copy(0, routing.place.flatten(), source)[:-1]
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows picked by ``order``, with a backward that picks by ``place``.
+
+    The backward of index_select adds rows up where they came from: by atomic operations on GPUs, in an order that
+    changes from run to run.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor) -> Tensor:
+        return x_TD.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (place_TK,) = ctx.saved_tensors
+        if grad_ND.shape[0] < place_TK.numel():  # something was dropped
+            grad_ND = torch.cat([grad_ND, grad_ND.new_zeros(1, grad_ND.shape[1])])
+        choices = [grad_ND.index_select(0, place) for place in place_TK.unbind(1)]
+        return sum(choices[1:], start=choices[0]), None, None
 
 
 def combine(outputs: list[Tensor], routing: Routing) -> Tensor:

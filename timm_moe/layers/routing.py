@@ -6,17 +6,16 @@ Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, queue
 from .losses import balance_loss, importance_loss, load_loss
+from .records import RecordingRouter
 
 LOSSES = ("importance", "load", "balance")
-#: torch 2.6 has no such function.
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 class RandomPartition(nn.Module):
@@ -44,25 +43,7 @@ class RandomPartition(nn.Module):
         return Routing(order, sizes, place.unsqueeze(1), None)
 
 
-class RouterRecord(NamedTuple):
-    """What a router has to say of one forward in training.
-
-    Attributes:
-        losses: mean over the groups of each of its losses by name, without their weights, detached.
-        weighted_loss: their weighted sum, to be added to the training loss; None if all weights are 0.
-        load: (E,) number of choices that went for each expert, dropped ones included.
-        dropped: () number of choices that found no place.
-        finite: () whether all logits were finite numbers.
-    """
-
-    losses: dict[str, Tensor]
-    weighted_loss: Tensor | None
-    load: Tensor
-    dropped: Tensor
-    finite: Tensor
-
-
-class TopKRouter(nn.Module):
+class TopKRouter(RecordingRouter):
     """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
 
     The gate is the softmax over all experts, taken before the choice and not renormalised after it. Logits, gates and
@@ -83,16 +64,8 @@ class TopKRouter(nn.Module):
             batch that they do not divide is one group.
         loss_weights: weight of each of the losses ``"importance"``, ``"load"`` and ``"balance"``, 0 if not given.
 
-    In training, each forward leaves a record, whose loss has to be added to the training loss. Records gather until
-    they are added; from then on none is taken until :meth:`begin_forward` is called, where a forward of the model
-    begins, so that what gradient checkpointing repeats in backward does not count. A router whose forwards nobody
-    announces takes a new record after the last ones were added.
-
     Attributes:
         weight: (E, D) parameter.
-        records: of the training forwards since the last ones were added, oldest first.
-        added: whether their losses were added to a training loss.
-        announced: whether :meth:`begin_forward` is called for the forwards since the last optimizer step.
 
     Raises:
         ValueError: on an option outside its range.
@@ -112,7 +85,6 @@ class TopKRouter(nn.Module):
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
     ):
-        super().__init__()
         loss_weights = dict(loss_weights or {})
         _check_integer("top_k", top_k, 1, num_experts)
         _check_number("noise_std", noise_std, 0)
@@ -132,6 +104,7 @@ class TopKRouter(nn.Module):
             raise ValueError(
                 "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
             )
+        super().__init__({name: weight for name, weight in loss_weights.items() if weight})
         self.num_experts = num_experts
         self.top_k = top_k
         self.noise_std = noise_std
@@ -141,84 +114,37 @@ class TopKRouter(nn.Module):
         self.capacity_rounding = capacity_rounding
         self.batch_priority = batch_priority
         self.group_images = group_images
-        self.loss_weights = {name: weight for name, weight in loss_weights.items() if weight}
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        self.clear_records()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
-    def clear_records(self) -> None:
-        """Forget all records."""
-        self.records: list[RouterRecord] = []
-        self.added = True  # nothing is left to add
-        self.announced = False
-
-    def begin_forward(self) -> None:
-        """A forward of the model begins: take records."""
-        if self.training and torch.is_grad_enabled():
-            if self.added or not self.loss_weights:
-                self.records = []
-                self.added = False
-            self.announced = True
-
-    def _record(self, record: RouterRecord) -> None:
-        if self.added:
-            if self.announced:  # gradient checkpointing repeats the forward
-                return
-            self.records = []
-            self.added = False
-        self.records.append(record)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a deep copy or a pickle, to which no graph is tied
-        super().__setstate__(state)
-        self.clear_records()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "records": []}
-
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, ..., D).
 
         Raises:
             ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
-            RuntimeError: in training, where the losses would be lost: in a trace or export, under nn.DataParallel.
+            RuntimeError: as :meth:`is_recording`.
         """
-        if self.training:
-            self._refuse_to_lose_losses()
         groups = self._groups(x.shape[0])
         x_GSD = x.reshape(groups, x.shape[:-1].numel() // groups, x.shape[-1])
+        capacity = self._capacity(x_GSD.shape[1])
         with _no_autocast(x):
             logits_GSE = self._logits(x_GSD)
-            noisy_GSE = logits_GSE
-            if self.training and self.noise_std:
-                noisy_GSE = logits_GSE + torch.randn_like(logits_GSE) * (self.noise_std / self.num_experts)
+            noisy_GSE = self._with_noise(logits_GSE)
             gate_GSE = noisy_GSE.softmax(2)
             weight_GSK, expert_GSK = _top_k(gate_GSE, self.top_k)
             line = queue(expert_GSK, self.num_experts, weight_GSK[..., 0] if self.batch_priority else None)
-            capacity = self._capacity(x_GSD.shape[1])
-            if self.training and torch.is_grad_enabled():
-                losses = self._losses(logits_GSE, noisy_GSE, gate_GSE, expert_GSK)
-                self._record(
-                    RouterRecord(
-                        losses={name: loss.detach() for name, loss in losses.items()},
-                        weighted_loss=_weighted_sum(losses, self.loss_weights),
-                        load=line.length_GE.sum(0),
-                        dropped=(line.length_GE - capacity).clamp(min=0).sum(),
-                        finite=logits_GSE.isfinite().all(),
-                    )
+            if self.is_recording():
+                self.record(
+                    self._losses(logits_GSE, noisy_GSE, gate_GSE, expert_GSK),
+                    load=line.length_GE.sum(0),
+                    dropped=(line.length_GE - capacity).clamp(min=0).sum(),
+                    finite=logits_GSE.isfinite().all(),
                 )
         return assign(expert_GSK, weight_GSK, line, capacity)
-
-    def _refuse_to_lose_losses(self) -> None:
-        if torch.jit.is_tracing():
-            raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
-        if is_exporting():
-            raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
-        if getattr(self, "_is_replica", False):
-            raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
 
     def _groups(self, batch: int) -> int:
         size = self.group_images
@@ -235,6 +161,11 @@ class TopKRouter(nn.Module):
         dtype = torch.promote_types(x_GSD.dtype, torch.float32)
         return nn.functional.linear(x_GSD.to(dtype), self.weight.to(dtype))
 
+    def _with_noise(self, logits_GSE: Tensor) -> Tensor:
+        if not (self.training and self.noise_std):
+            return logits_GSE
+        return logits_GSE + torch.randn_like(logits_GSE) * (self.noise_std / self.num_experts)
+
     def _capacity(self, rows: int) -> int:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor is None or rows == 0:
@@ -248,9 +179,7 @@ class TopKRouter(nn.Module):
         """Mean over the groups of each loss that has a weight."""
         losses = {}
         if "importance" in self.loss_weights:
-            losses["importance"] = importance_loss(
-                gate_GSE if noisy_GSE is logits_GSE else logits_GSE.softmax(2)
-            ).mean()
+            losses["importance"] = importance_loss(logits_GSE.softmax(2)).mean()
         if "load" in self.loss_weights:
             std = self.noise_std / self.num_experts
             losses["load"] = load_loss(logits_GSE, noisy_GSE, expert_GSK[..., -1], std).mean()
@@ -262,18 +191,6 @@ class TopKRouter(nn.Module):
         shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
         options = [f"{name}={value}" for name in shown if (value := getattr(self, name))]
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
-
-
-def begin_forward(module: nn.Module, *args: Any) -> None:
-    """Forward pre-hook of a model: announces its forward to the routers in it."""
-    for router in module.modules():
-        if isinstance(router, TopKRouter):
-            router.begin_forward()
-
-
-def _weighted_sum(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor | None:
-    weighted = [weights[name] * loss for name, loss in losses.items()]
-    return sum(weighted[1:], start=weighted[0]) if weighted else None
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
