@@ -3,6 +3,7 @@
 import copy
 import importlib
 import logging
+import pickle
 
 import pytest
 import timm
@@ -247,6 +248,14 @@ def test_ema_copies_the_model_in_the_middle_of_a_step():
     ema.update(model)
     assert all(not m.records for m in ema.module.modules() if isinstance(m, TopKRouter))
     assert ema.module(batch()[0]).shape == (8, 5)
+
+
+def test_copies_and_pickles_of_a_task_add_the_losses_of_their_own_model():
+    images, targets = batch()
+    task = ClassificationTask(make_model(), nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    expected = task(images, targets)
+    for duplicate in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
+        torch.testing.assert_close(duplicate(images, targets), expected)
 
 
 def test_a_step_without_the_losses_is_refused():

@@ -276,8 +276,20 @@ def test_a_routed_model_is_a_stock_class_to_timm(images):
     assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
     model.reset_classifier(3)
     assert model(images).shape == (6, 3)
-    exported = torch.export.export(model, (images,), strict=False).module()
-    torch.testing.assert_close(exported(images), model(images))
+
+
+EXPORTED = [("vit_tiny_ewa_moe", {}), ("vit_tiny_moe", {})]
+if hasattr(torch.compiler, "is_exporting"):  # torch 2.6 cannot solve a capacity for the batch size
+    EXPORTED += [("vit_tiny_moe", {"top_k": 2, "eval_capacity_factor": 1.1, "batch_priority": True})]
+
+
+@pytest.mark.parametrize(("name", "options"), EXPORTED)
+def test_exports_with_a_dynamic_batch(name, options, images):
+    model = timm.create_model(name, **options, **SMALL_VIT).eval()
+    shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    exported = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=False).module()
+    for batch in (images, images[:3]):
+        torch.testing.assert_close(exported(batch), model(batch))
 
 
 def test_pre_logits():

@@ -117,6 +117,7 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     return summaries
 
 
+@torch.compiler.disable  # timm 1.0.23 compiles the whole task; this is not for the graph
 def before_task(task: nn.Module, args: Any) -> None:
     """Forward pre-hook of a timm training task."""
     for layer in _routed_layers(task):
@@ -124,6 +125,7 @@ def before_task(task: nn.Module, args: Any) -> None:
         layer.router.begin_forward()
 
 
+@torch.compiler.disable
 def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, Any]:
     """Forward hook of a timm training task: adds the routers' losses to its loss."""
     if all(layer.router.added for layer in _routed_layers(task)):  # no routers, not in training, or a task in a task

@@ -12,7 +12,6 @@ import sys
 import weakref
 from typing import Any
 
-import torch
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
@@ -62,9 +61,8 @@ def _with_router_losses(init: Any) -> Any:
     @functools.wraps(init)
     def init_and_hook(self: TrainingTask, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # timm 1.0.23 compiles the whole task; what these hooks do is not for the graph.
-        self.register_forward_pre_hook(torch.compiler.disable(aux_loss.before_task))
-        self.register_forward_hook(torch.compiler.disable(aux_loss.after_task))
+        self.register_forward_pre_hook(aux_loss.before_task)
+        self.register_forward_hook(aux_loss.after_task)
 
     return init_and_hook
 

@@ -34,7 +34,7 @@ class RandomPartition(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Partition the rows of x of shape (..., D)."""
-        rows = x.shape[:-1].numel()
+        rows = math.prod(x.shape[:-1])
         quotient, remainder = divmod(rows, self.num_experts)
         sizes = [quotient + (expert < remainder) for expert in range(self.num_experts)]
         order = torch.randperm(rows, device=x.device)
@@ -129,7 +129,7 @@ class TopKRouter(RecordingRouter):
             RuntimeError: as :meth:`is_recording`.
         """
         groups = self._groups(x.shape[0])
-        x_GSD = x.reshape(groups, x.shape[:-1].numel() // groups, x.shape[-1])
+        x_GSD = x.reshape(groups, math.prod(x.shape[:-1]) // groups, x.shape[-1])
         capacity = self._capacity(x_GSD.shape[1])
         with _no_autocast(x):
             logits_GSE = self._logits(x_GSD)
