@@ -293,23 +293,49 @@ def test_no_losses_in_eval_mode_nor_without_gradients():
     assert timm_moe.routing_summary(model) == {}
 
 
-def test_losses_are_those_since_they_were_last_added():
+def test_losses_are_those_of_the_last_training_forward():
     images, _ = batch()
     model = make_model()
-    expected = []
-    for part in (images[:2], images):
-        model(part)
-        expected.append(timm_moe.auxiliary_loss(model))
-    for part in (images[:2], images):  # two views, one loss
-        model(part)
-    both = timm_moe.auxiliary_loss(model)
-    torch.testing.assert_close(both, sum(expected))
-    model.eval()(images)  # a validation in between
-    assert timm_moe.auxiliary_loss(model) == both
-    model.train()(images)
+    model(images[:2])
+    model(images)
+    first = timm_moe.auxiliary_loss(model)
+    model.eval()(images[:2])  # a validation in between
+    model.train()
     with torch.no_grad():
         model(images[:2])
-    torch.testing.assert_close(timm_moe.auxiliary_loss(model), expected[1])
+    assert timm_moe.auxiliary_loss(model) == first
+    model(images)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), first)
+
+
+def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
+    images, _ = batch()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        (model(images).mean() + model(images.flip(3)).mean() + timm_moe.auxiliary_loss(model)).backward()
+        optimizer.step()
+    assert len(caplog.messages) == 1
+    assert "call it after each one that is trained on" in caplog.messages[0]
+
+
+def test_losses_that_are_not_wanted():
+    """A discriminator that judges without being trained, and a cell of a notebook that is run again."""
+    images, _ = batch()
+    generator, discriminator = make_model(), make_model()
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+    generator.set_grad_checkpointing(True)
+    for _ in range(2):
+        fake = generator(images)
+        (discriminator(images).mean() + timm_moe.auxiliary_loss(discriminator)).backward()
+        theirs.step()  # says nothing of the generator, whose blocks are still to be repeated
+        discriminator(images + fake.mean()).mean().backward(retain_graph=True)
+        (fake.mean() + timm_moe.auxiliary_loss(generator)).backward()
+        ours.step()
+        theirs.zero_grad()
+    discriminator(images).sum().backward()
+    (discriminator(images).sum() + timm_moe.auxiliary_loss(discriminator)).backward()
+    theirs.step()
 
 
 def test_a_task_begins_anew():
@@ -431,12 +457,17 @@ def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_nothing_piles_up_where_there_is_no_loss_to_add():
+@pytest.mark.parametrize("case", ["no weight", "frozen", "forgotten"])
+@pytest.mark.parametrize("road", ["__call__", "forward_features"])
+def test_nothing_piles_up(case, road):
     images, _ = batch()
-    model = make_model(aux_loss_weight=0)
+    model = make_model(**({"aux_loss_weight": 0} if case == "no weight" else {}))
+    model.requires_grad_(case != "frozen")
     for _ in range(3):
-        model(images)
-    assert len(model.blocks[1].mlp.router.records) == 1
+        getattr(model, road)(images)
+    records = model.blocks[1].mlp.router.records
+    # Where only a part of the model is called, losses wait until someone asks for them.
+    assert len(records) == (3 if (case, road) == ("forgotten", "forward_features") else 1)
 
 
 def test_roads_that_would_lose_the_losses_are_refused():

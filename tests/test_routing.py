@@ -14,7 +14,7 @@ from timm.layers import Mlp
 
 import timm_moe
 from timm_moe.checkpoints.vmoe import state_dict_from_flax
-from timm_moe.layers import MoeMlp, TopKRouter
+from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter
 from timm_moe.layers.dispatch import assign, combine, dispatch, expert_capacity, queue
 from timm_moe.layers.losses import balance_loss, importance_loss, load_loss
 
@@ -256,7 +256,7 @@ def test_compiled_as_one_graph_gives_the_same_values_and_gradients(tokens, optio
     outcomes = []
     for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(1)
-        layer.router.clear_records()
+        layer.router.forget()
         y = call(x)
         loss = y.square().sum() + layer.router.records[0].weighted_loss
         outcomes.append((y, *torch.autograd.grad(loss, [x, *layer.parameters()])))
@@ -301,9 +301,24 @@ def test_large_capacity_and_none_drop_nothing():
     x = torch.randn(2, 30, 5)
     layer = routed(top_k=2, capacity_factor=None)
     expected = layer(x)
+    assert layer.router.records[-1].dropped == 0
     layer.router.capacity_factor = 100.0
     assert torch.equal(layer(x), expected)
-    assert [int(record.dropped) for record in layer.router.records] == [0, 0]
+    assert layer.router.records[-1].dropped == 0
+
+
+@pytest.mark.parametrize("layer_class", ["routed", "ewa"])
+def test_forward_mode_and_second_derivatives(layer_class):
+    layer = (routed(top_k=2, capacity_factor=0.5) if layer_class == "routed" else EwaMlp(Mlp(5, 6), 4)).double()
+    x, v = torch.randn(2, 7, 5, dtype=torch.float64), torch.randn(2, 7, 5, dtype=torch.float64)
+
+    def call(x):
+        torch.manual_seed(3)
+        return layer(x)
+
+    _, tangent = torch.func.jvp(call, (x,), (v,))
+    torch.testing.assert_close(tangent, (call(x + 1e-6 * v) - call(x - 1e-6 * v)) / 2e-6, rtol=1e-4, atol=1e-7)
+    assert torch.autograd.gradgradcheck(call, (x[:1].clone().requires_grad_(),), atol=1e-4)
 
 
 def test_eval_has_its_own_capacity_and_no_noise():
@@ -331,7 +346,7 @@ def test_losses_are_means_over_the_groups(monkeypatch):
     x = torch.randn(6, 7, 5)
     outcomes = []
     for parts in ([x], x.split(2)):
-        layer.router.clear_records()
+        layer.router.forget()
         for part in parts:
             layer(part)
         outcomes.append(layer.router.records)
@@ -351,13 +366,13 @@ def test_groups_that_do_not_divide_the_batch():
 def test_router_computes_in_float32_under_autocast_and_in_low_precision():
     layer = routed(8, 16, top_k=2, loss_weights={"balance": 1.0})
     x = torch.randn(2, 30, 8)
-    expected, exact = layer.router(x), layer.router.records[0]
+    expected, exact = layer.router(x), layer.router.records[-1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = layer.router(x)
         assert layer(x).dtype == torch.bfloat16
     assert torch.equal(routing.order, expected.order)
     assert torch.equal(routing.weight, expected.weight)
-    assert layer.router.records[1].losses["balance"] == exact.losses["balance"]
+    assert layer.router.records[-1].losses["balance"] == exact.losses["balance"]
     low = copy.deepcopy(layer).bfloat16()
     assert low(x.bfloat16()).dtype == torch.bfloat16
     assert low.router(x.bfloat16()).weight.dtype == torch.float32
@@ -395,7 +410,7 @@ def test_not_a_number_stays_with_its_token(row):
     y[0, row] = 0
     assert y.isfinite().all()
     assert (y == 0).all(2).sum() > 5
-    assert [bool(record.finite) for record in layer.router.records] == [True, False]
+    assert not layer.router.records[-1].finite
 
 
 def test_an_empty_batch():

@@ -69,15 +69,17 @@ class _Totals:
         )
 
 
-#: Of the routers whose records were added.
+_warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+#: Of the routers whose losses were added.
 _totals: "weakref.WeakKeyDictionary[nn.Module, _Totals]" = weakref.WeakKeyDictionary()
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The weighted sum of the routers' losses, to be added to the training loss.
+    """The weighted sum of the routers' losses of the model's last training forward, to be added to the training loss.
 
-    It is that of the training forwards since the losses were last added: of one forward, if each is followed by a call.
-    Under timm's train.py, and with any ``timm.task.TrainingTask``, it is in the loss already.
+    Call it once after each forward; a second call gives the same again. Calling it counts as adding it. (If not the
+    model but a part of it is called, as ``forward_features``, it holds all forwards since the last call.) Under timm's
+    train.py, and with any ``timm.task.TrainingTask``, it is in the loss already.
 
     Returns:
         A scalar with a gradient; zero if no router recorded a loss (in eval mode, without gradients, or with
@@ -85,9 +87,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     losses = []
     for layer in _routed_layers(model):
-        if not layer.router.added:
+        if layer.router.pending:
             _check_finite(layer, _count(layer.router))
-            layer.router.added = True
+            layer.router.pending = False
         losses += [record.weighted_loss for record in layer.router.records if record.weighted_loss is not None]
     if not losses:
         reference = next(model.parameters(), None)
@@ -121,14 +123,17 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
 def before_task(task: nn.Module, args: Any) -> None:
     """Forward pre-hook of a timm training task."""
     for layer in _routed_layers(task):
-        layer.router.clear_records()
+        layer.router.begin_task()
         layer.router.begin_forward()
 
 
 @torch.compiler.disable
 def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, Any]:
     """Forward hook of a timm training task: adds the routers' losses to its loss."""
-    if all(layer.router.added for layer in _routed_layers(task)):  # no routers, not in training, or a task in a task
+    routers = [layer.router for layer in _routed_layers(task)]
+    for router in routers:
+        router.gathering = False
+    if not any(router.pending and router.records for router in routers):  # not training, or a task within did it
         return result
     loss = auxiliary_loss(task)
     return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
@@ -136,22 +141,25 @@ def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, 
 
 def before_step(optimizer: Optimizer, *args: Any) -> None:
     """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
-    routed: list[Any] = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]
-    forgotten = [layer for layer in routed if not layer.router.added and _has_gradient(layer.router.records)]
-    if forgotten and trained_layers(optimizer, forgotten):
-        for layer in forgotten:
-            layer.router.clear_records()
+    routed = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]
+    trained: list[Any] = trained_layers(optimizer, routed) if routed else []
+    forgotten = [layer.router for layer in trained if layer.router.has_pending_losses()]
+    for router in forgotten:
+        router.forget()
+    if forgotten:
         raise RuntimeError(
             "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
             "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, or "
             "create the model with aux_loss_weight=0."
         )
-    for layer in routed:
-        layer.router.announced = False
-
-
-def _has_gradient(records: list[RouterRecord]) -> bool:
-    return any(record.weighted_loss is not None and record.weighted_loss.requires_grad for record in records)
+    if any(layer.router.discarded for layer in trained) and optimizer not in _warned:
+        _warned.add(optimizer)
+        _logger.warning(
+            "The routers' losses of some forwards were not added to the training loss: timm_moe.auxiliary_loss(model) "
+            "holds those of the last forward, so call it after each one that is trained on."
+        )
+    for layer in trained:
+        layer.router.announced = layer.router.discarded = False
 
 
 def log_epoch(optimizer: Optimizer) -> None:

@@ -128,7 +128,8 @@ def _needs_fixed_shapes(x: Tensor) -> bool:
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``, zero at a place without use."""
     if not _needs_fixed_shapes(x_TD):
-        return _Dispatch.apply(x_TD, routing.order, routing.place)
+        may_drop = routing.weight is not None
+        return _Dispatch.apply(x_TD, routing.order, routing.place, may_drop)
     # What compiles well; and torch 2.6 compiles the backward of an index_select that repeats rows wrongly for CPUs.
     choices = routing.place.shape[1]
     source = x_TD.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x_TD.shape[1])
@@ -146,20 +147,27 @@ class _Dispatch(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor, may_drop: bool) -> Tensor:
         return x_TD.index_select(0, order)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+        _, order, place_TK, ctx.may_drop = inputs
+        ctx.save_for_backward(place_TK)
+        ctx.save_for_forward(order)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
         (place_TK,) = ctx.saved_tensors
-        if grad_ND.shape[0] < place_TK.numel():  # something was dropped
+        if ctx.may_drop:  # one more row for what was dropped
             grad_ND = torch.cat([grad_ND, grad_ND.new_zeros(1, grad_ND.shape[1])])
         choices = [grad_ND.index_select(0, place) for place in place_TK.unbind(1)]
-        return sum(choices[1:], start=choices[0]), None, None
+        return sum(choices[1:], start=choices[0]), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_TD: Tensor, *_: Any) -> Tensor:
+        (order,) = ctx.saved_tensors
+        return tangent_TD.index_select(0, order)
 
 
 def combine(outputs: list[Tensor], routing: Routing) -> Tensor:
