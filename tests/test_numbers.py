@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import moe_layers
+from timm_moe.info import model_info
 
 JFT = dict(num_classes=18291, pre_logits=True)  # as pre-trained
 
@@ -70,3 +71,28 @@ def test_training_cost(name, paper, computed):
     cost = counter.get_total_flops() / 64 / 2**30
     assert cost == pytest.approx(computed, rel=0.005)
     assert cost == pytest.approx(paper, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "layers", "shared", "total", "activated"),
+    [
+        (2, 5, False, 27.9, 22.0),
+        (2, 5, True, 33.8, 27.9),
+        (2, 12, True, 50.4, 36.2),
+        (4, 3, False, 32.7, 22.0),
+        (4, 3, True, 36.2, 25.6),
+        (4, 12, True, 78.7, 36.2),  # the paper prints 78.8, for 78.748
+        (8, 2, False, 38.6, 22.0),
+        (8, 2, True, 40.9, 24.4),
+        (8, 12, True, 135.5, 36.2),
+    ],
+)
+def test_vimoe_table_1(num_experts, layers, shared, total, activated):
+    """ViMoE, arXiv 2410.15732, table 1: parameters of ViT-S/14 in millions, in all and activated, gates not counted."""
+    name = "vimoe_s14_shared" if shared else "vimoe_s14"
+    with torch.device("meta"):
+        model = timm.create_model(name, num_experts=num_experts, moe_layers=f"tail-{layers}")
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == total
+    info = model_info(name, num_experts=num_experts, moe_layers=f"tail-{layers}")
+    gates = layers * num_experts * 384
+    assert round((info.activated - gates) / 1e6, 1) == activated

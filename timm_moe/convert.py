@@ -12,7 +12,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .gather import get_gather
-from .layers import EwaMlp, MoeMlp, TopKRouter, begin_forward
+from .layers import EwaMlp, ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter, begin_forward
 from .schedules import check_share_rate, get_schedule
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -22,9 +22,12 @@ FFN_CLASSES = (Mlp, GluMlp, SwiGLU)
 #: Share rate and schedule of each router where only one of them, or neither, is given.
 ROUTERS = {"random": (0.3, "linear"), "top_k": (0.3, "early")}
 
+ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
+
 # Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
 register_notrace_module(MoeMlp)
 register_notrace_module(EwaMlp)
+register_notrace_module(SharedExpertMlp)
 
 
 def convert_to_moe(
@@ -47,6 +50,9 @@ def convert_to_moe(
     group_images: int | None = None,
     aux_loss: str = "balance",
     aux_loss_weight: float = 0.01,
+    routing_unit: str = "token",
+    gate_mode: str = "prob",
+    shared_expert: bool = False,
 ) -> ModelT:
     """Replace the feed-forward networks of some blocks of a timm model by expert layers, in place.
 
@@ -79,6 +85,12 @@ def convert_to_moe(
         aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In a loop of
             your own, :func:`timm_moe.auxiliary_loss` is this sum.
 
+        routing_unit: ``"token"``, or ``"image"``: all tokens of an image go where its class token, the first, goes
+            (ViMoE).
+        gate_mode: factor of a chosen expert's output: its gate, ``"prob"``; ``"one"``; or ``"renorm"``, its gate
+            divided by the sum of the chosen experts'.
+        shared_expert: add one more expert that every token passes through, without a gate (ViMoE).
+
     Returns:
         The same model.
 
@@ -97,12 +109,17 @@ def convert_to_moe(
         group_images=group_images,
         aux_loss=aux_loss,
         aux_loss_weight=aux_loss_weight,
+        routing_unit=routing_unit,
+        gate_mode=gate_mode,
     )
     if router not in ROUTERS:
         raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}.")
     if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
         raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}.")
-    _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options)
+    foreign = {"eval_mode": eval_mode} if router == "top_k" else {**routed_options, "shared_expert": shared_expert}
+    _refuse_foreign_options(router, foreign)
+    if not isinstance(shared_expert, bool):
+        raise ValueError(f"shared_expert must be True or False, got {shared_expert!r}.")
     share_rate, share_schedule = _sharing(router, num_experts, share_rate, share_schedule)
     common: dict[str, Any] = dict(
         num_experts=num_experts,
@@ -115,7 +132,8 @@ def convert_to_moe(
     def make_layer(ffn: nn.Module) -> MoeMlp:
         if router == "random":
             return EwaMlp(ffn, **common, eval_mode=eval_mode)
-        return MoeMlp(ffn, _make_router(ffn, num_experts, **routed_options), **common)
+        layer_class = SharedExpertMlp if shared_expert else MoeMlp
+        return layer_class(ffn, _make_router(ffn, num_experts, **routed_options), **common)
 
     paths = ffn_paths(model)
     if not paths:
@@ -161,14 +179,19 @@ def _none(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
-def _make_router(ffn: nn.Module, num_experts: int, aux_loss: str, aux_loss_weight: float, **options: Any) -> TopKRouter:
+def _make_router(
+    ffn: nn.Module, num_experts: int, routing_unit: str, aux_loss: str, aux_loss_weight: float, **options: Any
+) -> TopKRouter:
+    if routing_unit not in ROUTING_UNITS:
+        raise ValueError(f"routing_unit must be one of {', '.join(ROUTING_UNITS)}, got {routing_unit!r}.")
     if isinstance(aux_loss_weight, bool) or not isinstance(aux_loss_weight, (int, float)) or not aux_loss_weight >= 0:
         raise ValueError(f"aux_loss_weight must be a number of at least 0, got {aux_loss_weight!r}.")
     names = aux_loss.split("+") if isinstance(aux_loss, str) else []
     if not names or len(set(names)) < len(names):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
     width = next(module.in_features for module in ffn.modules() if isinstance(module, nn.Linear))
-    return TopKRouter(width, num_experts, **options, loss_weights=dict.fromkeys(names, aux_loss_weight / len(names)))
+    loss_weights = dict.fromkeys(names, aux_loss_weight / len(names))
+    return ROUTING_UNITS[routing_unit](width, num_experts, **options, loss_weights=loss_weights)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:

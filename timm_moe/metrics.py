@@ -1,8 +1,8 @@
-"""How good, how well calibrated and how diverse predictions are (pBE, arXiv 2110.03360, section 4 and appendix B).
+"""How good, how well calibrated and how diverse predictions are (pBE, arXiv 2110.03360, section 4, appendix B).
 
-Each metric is a torchmetrics ``Metric``: ``update`` takes a batch, ``compute`` gives the value over all of them. Outputs are
-logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, whose prediction is the mean of their
-probabilities.
+Each metric is a torchmetrics ``Metric``: ``update`` takes a batch, ``compute`` gives the value over all of them.
+Outputs are logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, which predicts the mean of
+their probabilities.
 """
 
 from itertools import combinations
@@ -160,7 +160,7 @@ class NormalizedDisagreement(Metric):
 
 
 class CalibrationError(MulticlassCalibrationError):
-    """Expected calibration error: over 15 equal bins of the largest probability, distance of accuracy and confidence."""
+    """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability."""
 
     def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
         super().__init__(num_classes, n_bins, norm="l1", **kwargs)

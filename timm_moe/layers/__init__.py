@@ -2,18 +2,20 @@
 
 from .dispatch import Routing
 from .experts import Experts
-from .moe_mlp import EwaMlp, MoeMlp
+from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
-from .routing import RandomPartition, TopKRouter
+from .routing import ImageRouter, RandomPartition, TopKRouter
 
 __all__ = [
     "EwaMlp",
     "Experts",
+    "ImageRouter",
     "MoeMlp",
     "RandomPartition",
     "RecordingRouter",
     "RouterRecord",
     "Routing",
+    "SharedExpertMlp",
     "TopKRouter",
     "begin_forward",
 ]

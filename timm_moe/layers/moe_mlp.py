@@ -1,5 +1,6 @@
 """The expert layers that take the place of a transformer block's feed-forward network."""
 
+import copy
 import weakref
 from typing import Any, ClassVar
 
@@ -57,14 +58,17 @@ class MoeMlp(Experts):
                 f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
                 "with router='top_k'."
             )
-        # A dense network knows nothing of a router: it keeps the weights it has.
         if any(
             name in state_dict and state_dict[name].shape == stacked.shape[1:]
             for name, stacked in ((prefix + name, stacked) for name, stacked in self.named_expert_parameters())
         ):
-            for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
-                state_dict.setdefault(name, value)
+            self._complete_dense(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Add to the tensors of a dense network what it does not have: the router keeps its weights."""
+        for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
+            state_dict.setdefault(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x of shape (..., D) to the same shape."""
@@ -73,6 +77,30 @@ class MoeMlp(Experts):
     def run_routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Send each row of ``x_TD`` through the experts that ``routing`` gives it."""
         return combine(self.run(dispatch(x_TD, routing), routing.sizes), routing)
+
+
+class SharedExpertMlp(MoeMlp):
+    """An expert layer with one more network, the shared expert, that every row passes through (ViMoE, section 3.3).
+
+    Its output is added as it is, without a gate. A dense checkpoint becomes a copy in it as in the routed experts.
+
+    Args:
+        ffn: the dense network to replace; the shared expert is a copy of it.
+        args: as :class:`MoeMlp`.
+    """
+
+    def __init__(self, ffn: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__(ffn, *args, **kwargs)
+        self.shared = copy.deepcopy(ffn)
+
+    def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
+        super()._complete_dense(state_dict, prefix)
+        for name, _ in self.named_expert_parameters():
+            state_dict.setdefault(f"{prefix}shared.{name}", state_dict[prefix + name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x of shape (..., D) to the same shape."""
+        return self.shared(x) + super().forward(x)
 
 
 class EwaMlp(MoeMlp):

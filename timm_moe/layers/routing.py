@@ -16,6 +16,8 @@ from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
 
 LOSSES = ("importance", "load", "balance")
+#: What becomes of the gates of the chosen experts: kept, all one, or divided by their sum.
+GATE_MODES = ("prob", "one", "renorm")
 
 
 class RandomPartition(nn.Module):
@@ -63,6 +65,8 @@ class TopKRouter(RecordingRouter):
         group_images: entries of the batch that share queues, capacities and losses; by default all. In eval mode a
             batch that they do not divide is one group.
         loss_weights: weight of each of the losses ``"importance"``, ``"load"`` and ``"balance"``, 0 if not given.
+        gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
+            its losses alone; ``"renorm"``, its gate divided by the sum of the chosen ones'.
 
     Attributes:
         weight: (E, D) parameter.
@@ -84,6 +88,7 @@ class TopKRouter(RecordingRouter):
         batch_priority: bool = False,
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
+        gate_mode: str = "prob",
     ):
         loss_weights = dict(loss_weights or {})
         _check_integer("top_k", top_k, 1, num_experts)
@@ -96,6 +101,8 @@ class TopKRouter(RecordingRouter):
             raise ValueError(f"batch_priority must be True or False, got {batch_priority!r}.")
         if not isinstance(capacity_rounding, str) or capacity_rounding not in ROUNDINGS:
             raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
+        if gate_mode not in GATE_MODES:
+            raise ValueError(f"gate_mode must be one of {', '.join(GATE_MODES)}, got {gate_mode!r}.")
         for name, weight in loss_weights.items():
             if name not in LOSSES:
                 raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
@@ -114,6 +121,7 @@ class TopKRouter(RecordingRouter):
         self.capacity_rounding = capacity_rounding
         self.batch_priority = batch_priority
         self.group_images = group_images
+        self.gate_mode = gate_mode
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
 
@@ -144,7 +152,12 @@ class TopKRouter(RecordingRouter):
                     dropped=(line.length_GE - capacity).clamp(min=0).sum(),
                     finite=logits_GSE.isfinite().all(),
                 )
-        return assign(expert_GSK, weight_GSK, line, capacity)
+        return assign(expert_GSK, self._gated(weight_GSK), line, capacity)
+
+    def _gated(self, weight_GSK: Tensor) -> Tensor:
+        if self.gate_mode == "one":
+            return torch.ones_like(weight_GSK)
+        return weight_GSK / weight_GSK.sum(2, keepdim=True) if self.gate_mode == "renorm" else weight_GSK
 
     def _groups(self, batch: int) -> int:
         size = self.group_images
@@ -191,6 +204,36 @@ class TopKRouter(RecordingRouter):
         shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
         options = [f"{name}={value}" for name in shown if (value := getattr(self, name))]
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
+
+
+class ImageRouter(TopKRouter):
+    """Sends all rows of an image to the K experts that its class token chooses (ViMoE, arXiv 2410.15732, section 3.1).
+
+    Arguments as :class:`TopKRouter`; capacities, groups and losses count images.
+    """
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, N, D) by the first of each image.
+
+        Raises:
+            ValueError: if x has another number of dimensions, and as :class:`TopKRouter`.
+        """
+        if x.ndim != 3:
+            raise ValueError(
+                f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
+            )
+        rows = x.shape[1]
+        order, sizes, place, weight = super().forward(x[:, 0])
+        offset = torch.arange(rows, device=x.device)
+        row_place = (place.unsqueeze(1) * rows + offset.unsqueeze(1)).clamp(
+            max=order.shape[0] * rows
+        )  # of dropped ones
+        return Routing(
+            order=(order.unsqueeze(1) * rows + offset).flatten(),
+            sizes=[size * rows for size in sizes],
+            place=row_place.flatten(0, 1),
+            weight=None if weight is None else weight.repeat_interleave(rows, 0),
+        )
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), naive top-1 MoE (2101.03961)."""
+"""Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732), Switch."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -71,7 +71,13 @@ _STOCK = {
     "vmoe_l32": "vit_large_patch32_224",
     "vmoe_l16": "vit_large_patch16_224",
     "vmoe_h14": "vit_huge_patch14_224",
+    "vimoe_s14": "vit_small_patch14_dinov2",
+    "vimoe_s14_shared": "vit_small_patch14_dinov2",
+    "vimoe_b14": "vit_base_patch14_dinov2",
+    "vimoe_b14_shared": "vit_base_patch14_dinov2",
 }
+#: ViMoE is trained at 224 pixels; DINOv2's weights come with 518.
+_INPUT_SIZES = {name: (3, 224, 224) for name in _STOCK if name.startswith("vimoe")}
 
 #: ViT-XT/4 at 32 px: preprocessing of CIFAR-100, the EWA paper's first data set.
 _XTINY_CFG = dict(
@@ -101,7 +107,9 @@ _VMOE_S_CFG = dict(
 default_cfgs = generate_default_cfgs(
     {
         # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
-        f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False)
+        f"{name}.{cfg.tag}" if cfg.tag else name: replace(
+            cfg, url="", custom_load=False, input_size=_INPUT_SIZES.get(name, cfg.input_size)
+        )
         for name, stock in _STOCK.items()
         for cfg in get_arch_pretrained_cfgs(stock).values()
     }
@@ -122,6 +130,18 @@ _VMOE = dict(
     aux_loss="importance+load",
     aux_loss_weight=0.01,
 )
+#: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing dropped.
+_VIMOE = dict(
+    router="top_k",
+    num_experts=8,
+    moe_layers="tail-2",
+    expert_init="same",
+    routing_unit="image",
+    top_k=1,
+    aux_loss="balance",
+    aux_loss_weight=0.01,
+)
+_DINOV2 = dict(patch_size=14, depth=12, init_values=1e-5, img_size=224, num_classes=1000)
 #: The EWA paper's model for small data (section 5.1; sizes of arXiv 2112.13492). timm has no stock model of this shape:
 #: it is exported as a vit_tiny_patch16_224 with these arguments.
 _XTINY = dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2, num_classes=100)
@@ -261,3 +281,31 @@ def vmoe_h14(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-H/14."""
     model_args = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16, **{**_VMOE, "moe_layers": "last-5"})
     return _create_stock_sized("vmoe_h14", pretrained, model_args, kwargs)
+
+
+@register_model
+def vimoe_s14(pretrained: bool = False, **kwargs) -> nn.Module:
+    """ViMoE-S/14."""
+    model_args = dict(embed_dim=384, num_heads=6, **_DINOV2, **_VIMOE)
+    return _create_stock_sized("vimoe_s14", pretrained, model_args, kwargs)
+
+
+@register_model
+def vimoe_s14_shared(pretrained: bool = False, **kwargs) -> nn.Module:
+    """ViMoE-S/14 with a shared expert."""
+    model_args = dict(embed_dim=384, num_heads=6, **_DINOV2, **_VIMOE, shared_expert=True)
+    return _create_stock_sized("vimoe_s14_shared", pretrained, model_args, kwargs)
+
+
+@register_model
+def vimoe_b14(pretrained: bool = False, **kwargs) -> nn.Module:
+    """ViMoE-B/14."""
+    model_args = dict(embed_dim=768, num_heads=12, **_DINOV2, **_VIMOE)
+    return _create_stock_sized("vimoe_b14", pretrained, model_args, kwargs)
+
+
+@register_model
+def vimoe_b14_shared(pretrained: bool = False, **kwargs) -> nn.Module:
+    """ViMoE-B/14 with a shared expert."""
+    model_args = dict(embed_dim=768, num_heads=12, **_DINOV2, **_VIMOE, shared_expert=True)
+    return _create_stock_sized("vimoe_b14_shared", pretrained, model_args, kwargs)

@@ -1,0 +1,129 @@
+"""Image-level routing and shared experts (ViMoE) against the golden file."""
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.layers import Mlp
+
+import timm_moe
+from timm_moe.layers import ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter
+
+
+@pytest.fixture
+def case(golden):
+    return golden("vimoe_layer")
+
+
+def layer(case, router_class=ImageRouter, layer_class=MoeMlp, **options):
+    router = router_class(8, 4, loss_weights={"balance": 1.0}, **options)
+    made = layer_class(Mlp(8, 12), router, 4).double()
+    names = {"fc1.weight": "W1", "fc1.bias": "b1", "fc2.weight": "W2", "fc2.bias": "b2", "router.weight": "gate_W"}
+    if layer_class is SharedExpertMlp:
+        names |= {f"shared.{name}": f"shared_{key}" for name, key in names.items() if name != "router.weight"}
+    made.load_state_dict({name: case[key] for name, key in names.items()})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(), "image_y_routed"),
+        (dict(layer_class=SharedExpertMlp), "image_y_with_shared"),
+        (dict(layer_class=SharedExpertMlp, gate_mode="one"), "image_y_ungated_with_shared"),
+        (dict(layer_class=SharedExpertMlp, gate_mode="renorm"), "image_y_ungated_with_shared"),
+        (dict(router_class=TopKRouter), "token_y_routed"),
+        (dict(router_class=TopKRouter, layer_class=SharedExpertMlp), "token_y_with_shared"),
+    ],
+)
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+def test_outputs_and_loss_of_the_golden_file(case, options, expected, road, monkeypatch):
+    made = layer(case, **options)
+    if road == "compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(made(case["x"]), case[expected], rtol=0, atol=1e-9)
+    loss = case["image_aux_alpha1" if options.get("router_class") is None else "token_aux_alpha1"]
+    torch.testing.assert_close(made.router.records[0].weighted_loss, loss, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+def test_an_image_is_dropped_as_a_whole(case, road, monkeypatch):
+    if road == "compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    made = layer(case, capacity_factor=0.5, capacity_multiple=1)
+    y = made(case["x"])
+    zero = (y == 0).all(2)
+    assert torch.equal(zero.any(1), zero.all(1))
+    assert 2 <= zero.all(1).sum() == made.router.records[0].dropped
+    torch.testing.assert_close(y[~zero], case["image_y_routed"][~zero], rtol=0, atol=1e-9)
+
+
+def test_a_dense_checkpoint_becomes_routed_and_shared_experts():
+    dense = Mlp(8, 12)
+    made = SharedExpertMlp(Mlp(8, 12), ImageRouter(8, 1), 1)
+    made.load_state_dict(dense.state_dict())
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(made(x), 2 * dense(x))  # a single expert has gate 1
+
+
+def test_image_routing_needs_images():
+    with pytest.raises(ValueError, match=r"needs tokens of shape \(B, N, D\), .* got \(4, 8\)"):
+        ImageRouter(8, 2)(torch.randn(4, 8))
+
+
+DINO = dict(img_size=28, embed_dim=32, depth=4, num_heads=2, num_classes=5, init_values=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "factor"),
+    [
+        ("vimoe_s14", dict(num_experts=1), 1),
+        ("vimoe_s14", dict(gate_mode="one"), 1),
+        ("vimoe_s14", dict(routing_unit="token", gate_mode="renorm"), 1),
+        ("vimoe_s14_shared", dict(gate_mode="one"), 2),
+    ],
+)
+def test_upcycled_models_compute_what_their_gates_say(tmp_path, name, options, factor):
+    """Without a gate the upcycled model is the dense one; a shared expert adds the dense network once more."""
+    dense = timm.create_model("vit_small_patch14_dinov2", **DINO).eval()
+    save_file(dense.state_dict(), tmp_path / "dense.safetensors")
+    overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
+    model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **DINO, **options).eval()
+    assert list(timm_moe.moe_layers(model)) == ["blocks.2.mlp", "blocks.3.mlp"]
+    with torch.no_grad():
+        for block in dense.blocks[2:]:
+            block.mlp.fc2.weight *= factor
+            block.mlp.fc2.bias *= factor
+    images = torch.randn(3, 3, 28, 28)
+    torch.testing.assert_close(model(images), dense(images), rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_is_routed_by_itself_in_training_too():
+    model = timm.create_model("vimoe_s14", **DINO)
+    for layer in timm_moe.moe_layers(model).values():
+        torch.nn.init.normal_(layer.router.weight)
+    images = torch.randn(6, 3, 28, 28)
+    torch.testing.assert_close(model(images)[2:3], model(images[2:3]), rtol=1e-4, atol=1e-5)
+    assert timm_moe.auxiliary_loss(model) > 0
+
+
+def test_dense_prediction():
+    model = timm.create_model("vimoe_s14", routing_unit="token", **DINO)
+    images = torch.randn(2, 3, 28, 28)
+    _, features = model.forward_intermediates(images, indices=2)
+    assert [tuple(feature.shape) for feature in features] == [(2, 32, 2, 2)] * 2
+    backbone = timm.create_model("vimoe_s14", features_only=True, routing_unit="token", **DINO)
+    assert [tuple(feature.shape) for feature in backbone(images)] == [(2, 32, 2, 2)] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"routing_unit": "batch"}, "routing_unit must be one of token, image, got 'batch'"),
+        ({"gate_mode": "sum"}, "gate_mode must be one of prob, one, renorm, got 'sum'"),
+        ({"shared_expert": "yes"}, "shared_expert must be True or False, got 'yes'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("vimoe_s14", **DINO, **options)
