@@ -1,8 +1,8 @@
 """How good, how well calibrated and how diverse predictions are (pBE, arXiv 2110.03360, section 4, appendix B).
 
 Each metric is a torchmetrics ``Metric``: ``update`` takes a batch, ``compute`` gives the value over all of them.
-Outputs are logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, which predicts the mean of
-their probabilities.
+Outputs are logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, which predicts the
+mean of their probabilities.
 """
 
 from itertools import combinations
