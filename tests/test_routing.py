@@ -92,7 +92,7 @@ def test_router_matches_the_reference(golden, noisy, monkeypatch):
             loss_weights={"importance": importance, "load": load if noisy else 0.0, "balance": balance},
         )
         router.weight.data = case.kernel.T.clone()
-        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case.eps: eps)
+        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case.eps: eps.view_as(x))
         inputs = case.inputs.clone().requires_grad_()
         routing = router(inputs)
         combined = dense_combine(routing, int(num_experts)).view_as(result.combine_GSE)
@@ -104,7 +104,9 @@ def test_router_matches_the_reference(golden, noisy, monkeypatch):
         torch.testing.assert_close(importance_loss(logits.softmax(2)), result.importance_loss, rtol=1e-3, atol=0)
         noisy_logits = logits + case.eps * (noise_std / num_experts if noisy else 0)
         gates = noisy_logits.softmax(2)
-        torch.testing.assert_close(balance_loss(gates, gates.argmax(2)), result.gshard_loss, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            balance_loss(gates, gates.argmax(2, keepdim=True)), result.gshard_loss, rtol=1e-3, atol=0
+        )
         if noisy:
             last = gates.sort(dim=2, descending=True, stable=True).indices[..., int(top_k) - 1]
             torch.testing.assert_close(
@@ -162,7 +164,7 @@ def test_model_in_training_matches_the_reference(golden, monkeypatch):
     arrays = golden("vit_moe_tiny")
     model = timm.create_model("vmoe_s32", **TINY)
     model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
-    monkeypatch.setattr(torch, "randn_like", lambda x: arrays["noisy/eps_same_for_both_layers"])
+    monkeypatch.setattr(torch, "randn_like", lambda x: arrays["noisy/eps_same_for_both_layers"].view_as(x))
     logits = model(arrays["images_NHWC"].permute(0, 3, 1, 2))
     torch.testing.assert_close(logits, arrays["noisy/logits"], rtol=0, atol=1e-4)
     loss = timm_moe.auxiliary_loss(model)
@@ -341,7 +343,7 @@ def test_groups_have_their_own_queues():
 
 
 def test_losses_are_means_over_the_groups(monkeypatch):
-    noise = torch.randn(1, 14, 4)
+    noise = torch.randn(1, 2, 7, 4)
     monkeypatch.setattr(torch, "randn_like", lambda x: noise.expand_as(x))
     layer = routed(group_images=2, noise_std=1.0, loss_weights={"importance": 0.1, "load": 0.2, "balance": 0.3})
     x = torch.randn(6, 7, 5)
@@ -456,7 +458,7 @@ def test_expert_dropout_is_of_the_experts_only():
         ({"capacity_rounding": "up"}, "capacity_rounding must be one of ceil, round, floor, got 'up'"),
         ({"group_images": 0}, "group_images must be an integer of at least 1 or None, got 0"),
         ({"aux_loss_weight": -0.1}, "aux_loss_weight must be a number of at least 0, got -0.1"),
-        ({"aux_loss": "entropy"}, "A router's losses are importance, load, balance, got 'entropy'"),
+        ({"aux_loss": "entropy"}, "A router's losses are importance, load, balance, balance_top_k, got 'entropy'"),
         ({"aux_loss": "load"}, "give a noise_std above 0"),
         ({"expert_dropout": 2}, "expert_dropout must lie between 0 and 1, got 2"),
         ({"eval_mode": "partition"}, "eval_mode is an option of router='random'; router='top_k' has none"),

@@ -6,10 +6,12 @@ from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
 from .callbacks.export import export_dense
 from .convert import convert_to_moe, moe_layers, to_dense
+from .layers import MemberLoss
 from .version import __version__
 
 __all__ = [
     "ExpertWeightAveraging",
+    "MemberLoss",
     "RoutingSummary",
     "__version__",
     "auxiliary_loss",

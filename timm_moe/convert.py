@@ -12,7 +12,18 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .gather import get_gather
-from .layers import EwaMlp, ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter, begin_forward
+from .layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    SharedExpertMlp,
+    Tile,
+    TopKRouter,
+    begin_forward,
+)
 from .schedules import check_share_rate, get_schedule
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -23,6 +34,8 @@ FFN_CLASSES = (Mlp, GluMlp, SwiGLU)
 ROUTERS = {"random": (0.3, "linear"), "top_k": (0.3, "early")}
 
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
+#: pBE and its ablations.
+ENSEMBLES = ("pbe", "tiling", "partitioning", "multi_head")
 
 # Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
 register_notrace_module(MoeMlp)
@@ -53,6 +66,9 @@ def convert_to_moe(
     routing_unit: str = "token",
     gate_mode: str = "prob",
     shared_expert: bool = False,
+    shared_init: str = "pretrained",
+    ensemble_size: int = 1,
+    ensemble: str = "pbe",
 ) -> ModelT:
     """Replace the feed-forward networks of some blocks of a timm model by expert layers, in place.
 
@@ -81,15 +97,23 @@ def convert_to_moe(
         capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
         batch_priority: let the tokens that the router is surest of queue first.
         group_images: images that share queues, capacities and router losses; by default the local batch.
-        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"`` or several joined by ``+``.
+        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``, ``"balance_top_k"`` or several
+            joined by ``+``.
         aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In a loop of
             your own, :func:`timm_moe.auxiliary_loss` is this sum.
-
         routing_unit: ``"token"``, or ``"image"``: all tokens of an image go where its class token, the first, goes
             (ViMoE).
         gate_mode: factor of a chosen expert's output: its gate, ``"prob"``; ``"one"``; or ``"renorm"``, its gate
             divided by the sum of the chosen experts'.
         shared_expert: add one more expert that every token passes through, without a gate (ViMoE).
+        shared_init: what it begins as: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, adding
+            nothing.
+        ensemble_size: M, members among which the experts are divided; 1 for none (pBE).
+        ensemble: how. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its experts.
+            Ablations: ``"tiling"``: the same with all experts for all members, which differ by noise alone, also in
+            eval mode; ``"partitioning"``: each image once, each token chooses K experts of each part; ``"multi_head"``:
+            M = K, in the last layer the k-th choice of each token goes to the k-th member. All but ``"partitioning"``
+            need a model that repeats the images and takes the members' outputs apart, as ``vmoe_pbe_*`` do.
 
     Returns:
         The same model.
@@ -111,15 +135,18 @@ def convert_to_moe(
         aux_loss_weight=aux_loss_weight,
         routing_unit=routing_unit,
         gate_mode=gate_mode,
+        ensemble_size=ensemble_size,
+        ensemble=ensemble,
     )
     if router not in ROUTERS:
         raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}.")
     if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
         raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}.")
-    foreign = {"eval_mode": eval_mode} if router == "top_k" else {**routed_options, "shared_expert": shared_expert}
-    _refuse_foreign_options(router, foreign)
+    shared_options = {"shared_expert": shared_expert, "shared_init": shared_init}
+    _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options | shared_options)
     if not isinstance(shared_expert, bool):
         raise ValueError(f"shared_expert must be True or False, got {shared_expert!r}.")
+    _check_ensemble(model, ensemble, ensemble_size, top_k, routing_unit)
     share_rate, share_schedule = _sharing(router, num_experts, share_rate, share_schedule)
     common: dict[str, Any] = dict(
         num_experts=num_experts,
@@ -129,11 +156,13 @@ def convert_to_moe(
         expert_dropout=expert_dropout,
     )
 
-    def make_layer(ffn: nn.Module) -> MoeMlp:
+    def make_layer(ffn: nn.Module, is_last: bool) -> MoeMlp:
         if router == "random":
             return EwaMlp(ffn, **common, eval_mode=eval_mode)
-        layer_class = SharedExpertMlp if shared_expert else MoeMlp
-        return layer_class(ffn, _make_router(ffn, num_experts, **routed_options), **common)
+        made = _make_router(ffn, num_experts, is_last, **routed_options)
+        if shared_expert:
+            return SharedExpertMlp(ffn, made, **common, shared_init=shared_init)
+        return MoeMlp(ffn, made, **common)
 
     paths = ffn_paths(model)
     if not paths:
@@ -144,14 +173,21 @@ def convert_to_moe(
     for path in chosen:
         if isinstance(model.get_submodule(path), MoeMlp):
             raise ValueError(f"{path} is an expert layer already.")
-    layers = {path: make_layer(model.get_submodule(path)) for path in chosen}
+    layers = {path: make_layer(model.get_submodule(path), path == chosen[-1]) for path in chosen}
     for path, layer in layers.items():
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.train(model.training))
         layer.path = path
+        _replace(model, model.get_submodule(path), layer.train(model.training))
     if router == "top_k":
         model.register_forward_pre_hook(begin_forward)
     return model
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, in every block that shares it."""
+    for module in model.modules():
+        for name, child in list(module.named_children()):
+            if child is old:
+                setattr(module, name, new)
 
 
 def _refuse_foreign_options(router: str, options: dict[str, Any]) -> None:
@@ -179,8 +215,38 @@ def _none(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
+def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: int, routing_unit: str) -> None:
+    if ensemble not in ENSEMBLES:
+        raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
+    if type(ensemble_size) is not int or ensemble_size < 1:
+        raise ValueError(f"ensemble_size must be an integer of at least 1, got {ensemble_size!r}.")
+    if ensemble == "multi_head" and ensemble_size != top_k:
+        raise ValueError(
+            f"ensemble='multi_head' has top_k={top_k} members, one for each choice: set ensemble_size={top_k}."
+        )
+    if ensemble_size == 1:
+        return
+    if routing_unit != "token":
+        raise ValueError(
+            f"The members of an ensemble route tokens, so routing_unit={routing_unit!r} has no place here."
+        )
+    if ensemble != "partitioning" and not hasattr(model, "forward_members"):
+        raise ValueError(
+            f"ensemble_size={ensemble_size} needs a model that repeats its images for the members of the ensemble, as "
+            f"vmoe_pbe_* do; a {type(model).__name__} does not."
+        )
+
+
 def _make_router(
-    ffn: nn.Module, num_experts: int, routing_unit: str, aux_loss: str, aux_loss_weight: float, **options: Any
+    ffn: nn.Module,
+    num_experts: int,
+    is_last: bool,
+    routing_unit: str,
+    aux_loss: str,
+    aux_loss_weight: float,
+    ensemble_size: int,
+    ensemble: str,
+    **options: Any,
 ) -> TopKRouter:
     if routing_unit not in ROUTING_UNITS:
         raise ValueError(f"routing_unit must be one of {', '.join(ROUTING_UNITS)}, got {routing_unit!r}.")
@@ -190,8 +256,15 @@ def _make_router(
     if not names or len(set(names)) < len(names):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
     width = next(module.in_features for module in ffn.modules() if isinstance(module, nn.Linear))
-    loss_weights = dict.fromkeys(names, aux_loss_weight / len(names))
-    return ROUTING_UNITS[routing_unit](width, num_experts, **options, loss_weights=loss_weights)
+    options["loss_weights"] = dict.fromkeys(names, aux_loss_weight / len(names))
+    if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
+        return ROUTING_UNITS[routing_unit](width, num_experts, **options)
+    if ensemble == "multi_head":
+        return MultiHeadRouter(width, num_experts, **options)
+    if ensemble == "tiling":
+        return TopKRouter(width, num_experts, **options, eval_noise=True)
+    router_class = PartitionedRouter if ensemble == "partitioning" else EnsembleRouter
+    return router_class(width, num_experts, **options, ensemble_size=ensemble_size)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
@@ -214,12 +287,16 @@ def to_dense(model: nn.Module, method: str = "average") -> nn.Module:
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
+    if any(isinstance(layer, SharedExpertMlp) for layer in layers.values()):
+        raise ValueError(
+            "This model has shared experts: the sum of a shared and a routed expert is no network of stock shape."
+        )
     # Standing in the memo, the dense networks take the place of the expert layers, which are never copied.
     memo: dict[int, Any] = {id(layer): gather(layer) for layer in layers.values()}
     dense = copy.deepcopy(model, memo)
     for module in dense.modules():
         for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is begin_forward:
+            if hook is begin_forward or isinstance(hook, Tile):
                 del module._forward_pre_hooks[handle]
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layers.ensemble import ensemble_log_probabilities
+
 try:
     from torchmetrics import Metric
     from torchmetrics.classification import BinaryAUROC, BinaryROC, MulticlassCalibrationError
@@ -46,11 +48,6 @@ def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
     if (outputs < 0).any() or not torch.allclose(outputs.sum(2), outputs.new_ones(()), atol=1e-3):
         raise ValueError("Probabilities must not be negative and must sum to 1; for logits say from_logits=True.")
     return outputs.clamp(min=torch.finfo(outputs.dtype).tiny).log()
-
-
-def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:
-    """(B, C) logarithm of the members' mean probabilities."""
-    return log_p_BMC.logsumexp(1) - torch.log(torch.tensor(log_p_BMC.shape[1]))
 
 
 class _MeanOverImages(Metric):

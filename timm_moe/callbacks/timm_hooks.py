@@ -2,7 +2,8 @@
 
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
 It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
-``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in it.
+``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in it, and compares each
+member of an ensemble with the targets.
 """
 
 import functools
@@ -12,20 +13,27 @@ import sys
 import weakref
 from typing import Any
 
+import timm.task
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.task import TrainingTask
+from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..layers import EwaMlp, MoeMlp
+from ..layers import EwaMlp, MemberLoss, MoeMlp, has_members
 from . import aux_loss
 from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
 _signature = inspect.signature(create_scheduler_v2)
 
+#: timm's tasks with a teacher; older versions have fewer.
+_DISTILLATION_TASKS: list[Any] = [
+    getattr(timm.task, name)
+    for name in ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask")
+    if hasattr(timm.task, name)
+]
 #: Averagings that were attached here, not by the user, with the updates per epoch of their run.
 _attached: "weakref.WeakKeyDictionary[ExpertWeightAveraging, int]" = weakref.WeakKeyDictionary()
 _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -65,6 +73,33 @@ def _with_router_losses(init: Any) -> Any:
         self.register_forward_hook(aux_loss.after_task)
 
     return init_and_hook
+
+
+def _with_member_loss(init: Any) -> Any:
+    """Let the criterion of a task see each member of its model's ensemble."""
+
+    @functools.wraps(init)
+    def init_and_wrap(self: ClassificationTask, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if has_members(self.trainable_module):
+            self.criterion = MemberLoss(self.criterion)
+
+    return init_and_wrap
+
+
+def _without_members(init: Any) -> Any:
+    """Refuse a student that is an ensemble: a teacher's outputs may broadcast against its members' without an error."""
+
+    @functools.wraps(init)
+    def refuse_or_init(self: TrainingTask, student_model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if has_members(student_model):
+            raise ValueError(
+                f"{type(self).__name__} cannot train an ensemble such as {type(student_model).__name__}: a teacher's "
+                "outputs are not compared with each member's. It can be the teacher."
+            )
+        init(self, student_model, *args, **kwargs)
+
+    return refuse_or_init
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:
@@ -122,5 +157,8 @@ def install() -> None:
         scheduler_class.step = _at_scheduler_step(scheduler_class.step, "epoch")
         scheduler_class.step_update = _at_scheduler_step(scheduler_class.step_update, "num_updates")
     TrainingTask.__init__ = _with_router_losses(TrainingTask.__init__)  # type: ignore[method-assign]
+    ClassificationTask.__init__ = _with_member_loss(ClassificationTask.__init__)  # type: ignore[method-assign]
+    for task_class in _DISTILLATION_TASKS:
+        task_class.__init__ = _without_members(task_class.__init__)
     register_optimizer_step_pre_hook(_warn_without_averaging)
     register_optimizer_step_pre_hook(aux_loss.before_step)

@@ -1,4 +1,4 @@
-"""Official V-MoE checkpoints (google-research/vmoe, JAX): their arrays under timm's names, and the model they fit.
+"""Official V-MoE and E³ checkpoints (google-research/vmoe, JAX): their arrays under timm's names, and their model.
 
 Names in shapes: D width, h heads, d width of a head, E experts, H hidden width.
 """
@@ -55,6 +55,8 @@ class ImportedModel(NamedTuple):
 def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
     """The state dict of a ``vmoe_*`` model from the parameters of a flax ``VisionTransformerMoe``.
 
+    Those of a flax ``VisionTransformerMoeEnsemble`` are a ``vmoe_pbe_*`` model's.
+
     Args:
         params: flat mapping from path (``Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel``) to array (numpy, JAX or
             torch), with ``params/`` before the paths or without.
@@ -109,9 +111,10 @@ def _model_from_shapes(shapes: dict[str, tuple[int, ...]]) -> tuple[str, dict[st
     (num_heads,) = {shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")}
     img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
     name = _NAMES.get((patch_size, dim, depth, num_heads, hidden))
-    kwargs: dict[str, Any] = {}
+    (router,) = {shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")}
+    kwargs: dict[str, Any] = {"ensemble_size": router[1]} if len(router) == 3 else {}
     if name is None:
-        kwargs = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads, mlp_ratio=hidden / dim)
+        kwargs |= dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads, mlp_ratio=hidden / dim)
     if img_size != 224:
         kwargs["img_size"] = img_size
     if in_chans != 3:
@@ -121,7 +124,8 @@ def _model_from_shapes(shapes: dict[str, tuple[int, ...]]) -> tuple[str, dict[st
     kwargs["moe_layers"] = ",".join(map(str, moe_blocks))
     kwargs["pre_logits"] = "pre_logits/kernel" in shapes
     kwargs["act_layer"] = "gelu_tanh"  # flax's default GELU
-    return name or "vmoe_s32", kwargs
+    name = name or "vmoe_s32"
+    return name.replace("vmoe", "vmoe_pbe") if "ensemble_size" in kwargs else name, kwargs
 
 
 def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
@@ -163,11 +167,6 @@ def _refuse_other_architectures(params: Mapping[str, Tensor]) -> None:
             raise ValueError(f"The checkpoint has arrays of encoder block {block}, but none of block {expected}.")
     if not _moe_blocks(params):
         raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
-    for path, array in params.items():
-        if path.endswith("Moe/Router/dense/kernel") and array.ndim == 3:
-            raise ValueError(
-                f"The checkpoint is an ensemble of {array.shape[1]} members (E³), which cannot be read as a V-MoE."
-            )
 
 
 def _blocks(paths: Iterable[str]) -> set[int]:
@@ -210,7 +209,7 @@ def _block(name: str, path: str, moe: bool) -> dict[str, Source]:
     mlp = f"{path}/Moe/Mlp" if moe else f"{path}/Mlp"
     sources |= _linear(f"{name}.mlp.fc1", f"{mlp}/Dense_0") | _linear(f"{name}.mlp.fc2", f"{mlp}/Dense_1")
     if moe:
-        sources[f"{name}.mlp.router.weight"] = Source((f"{path}/Moe/Router/dense/kernel",), _transposed)
+        sources[f"{name}.mlp.router.weight"] = Source((f"{path}/Moe/Router/dense/kernel",), _router_weight)
     return sources
 
 
@@ -232,6 +231,11 @@ def _same(array: Tensor) -> Tensor:
 def _transposed(kernel: Tensor) -> Tensor:
     """(..., in, out) -> (..., out, in)."""
     return kernel.mT
+
+
+def _router_weight(kernel: Tensor) -> Tensor:
+    """(D, E), or (D, M, E/M) of an ensemble -> (E, D)."""
+    return kernel.flatten(1).mT
 
 
 def _qkv_weight(*kernels: Tensor) -> Tensor:

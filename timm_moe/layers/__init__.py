@@ -1,21 +1,29 @@
 """Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
 
 from .dispatch import Routing
+from .ensemble import MemberLoss, Tile, ensemble_log_probabilities, has_members
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
-from .routing import ImageRouter, RandomPartition, TopKRouter
+from .routing import EnsembleRouter, ImageRouter, MultiHeadRouter, PartitionedRouter, RandomPartition, TopKRouter
 
 __all__ = [
+    "EnsembleRouter",
     "EwaMlp",
     "Experts",
     "ImageRouter",
+    "MemberLoss",
     "MoeMlp",
+    "MultiHeadRouter",
+    "PartitionedRouter",
     "RandomPartition",
     "RecordingRouter",
     "RouterRecord",
     "Routing",
     "SharedExpertMlp",
+    "Tile",
     "TopKRouter",
     "begin_forward",
+    "ensemble_log_probabilities",
+    "has_members",
 ]

@@ -36,21 +36,25 @@ def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tens
     return _squared_variation(chance_GSE.mean(1))
 
 
-def balance_loss(gate_GSE: Tensor, first_choice_GS: Tensor) -> Tensor:
-    """E times the sum over experts of (fraction of tokens whose first choice it is) x (mean gate).
+def balance_loss(gate_GSE: Tensor, choice_GSK: Tensor) -> Tensor:
+    """E times the sum over experts of (fraction of the choices that it is) x (mean gate).
 
-    Switch Transformer (arXiv 2101.03961), eq. 4; also GShard's. 1 if both are uniform, E if one expert takes all.
+    1 if both are uniform; if all rows prefer one expert and K = 1, E. With the first choices only (K = 1) this is the
+    loss of Switch Transformer (arXiv 2101.03961, eq. 4) and GShard; with all K it is WideNet's (arXiv 2107.11817, eqs.
+    3-5, where its authors' code divides by K).
 
     Args:
         gate_GSE: softmax of the logits that decided.
-        first_choice_GS: index of each token's first expert.
+        choice_GSK: indices of each token's experts.
 
     Returns:
         (G,).
     """
     num_experts = gate_GSE.shape[2]
-    chosen_GE = torch.zeros_like(gate_GSE[:, 0]).scatter_add_(1, first_choice_GS, torch.ones_like(gate_GSE[..., 0]))
-    return num_experts * (chosen_GE / gate_GSE.shape[1] * gate_GSE.mean(1)).sum(1)
+    choice_GN = choice_GSK.flatten(1)
+    ones_GN = torch.ones_like(choice_GN, dtype=gate_GSE.dtype)
+    chosen_GE = torch.zeros_like(gate_GSE[:, 0]).scatter_add_(1, choice_GN, ones_GN)
+    return num_experts * (chosen_GE / choice_GN.shape[1] * gate_GSE.mean(1)).sum(1)
 
 
 def _squared_variation(x_GE: Tensor) -> Tensor:

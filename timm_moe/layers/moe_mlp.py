@@ -4,6 +4,7 @@ import copy
 import weakref
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
@@ -82,21 +83,42 @@ class MoeMlp(Experts):
 class SharedExpertMlp(MoeMlp):
     """An expert layer with one more network, the shared expert, that every row passes through (ViMoE, section 3.3).
 
-    Its output is added as it is, without a gate. A dense checkpoint becomes a copy in it as in the routed experts.
+    Its output is added as it is, without a gate.
 
     Args:
-        ffn: the dense network to replace; the shared expert is a copy of it.
+        ffn: the dense network to replace.
         args: as :class:`MoeMlp`.
+        shared_init: what the shared expert begins as, here and when a dense checkpoint is loaded: ``"pretrained"``, a
+            copy of the dense network like the routed experts, or ``"zero_out"``, the same with its last linear layer
+            zero, so that it adds nothing at first.
+        kwargs: as :class:`MoeMlp`.
+
+    Raises:
+        ValueError: on an unknown ``shared_init``, and as :class:`MoeMlp`.
     """
 
-    def __init__(self, ffn: nn.Module, *args: Any, **kwargs: Any):
+    SHARED_INITS = ("pretrained", "zero_out")
+
+    def __init__(self, ffn: nn.Module, *args: Any, shared_init: str = "pretrained", **kwargs: Any):
+        if shared_init not in self.SHARED_INITS:
+            raise ValueError(f"shared_init must be one of {', '.join(self.SHARED_INITS)}, got {shared_init!r}.")
         super().__init__(ffn, *args, **kwargs)
         self.shared = copy.deepcopy(ffn)
+        self.shared_init = shared_init
+        for name, parameter in self.shared.named_parameters():
+            if self._starts_at_zero(name):
+                nn.init.zeros_(parameter)
+
+    def _starts_at_zero(self, name: str) -> bool:
+        last = [path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear)][-1]
+        return self.shared_init == "zero_out" and name.startswith(f"{last}.")
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
         for name, _ in self.named_expert_parameters():
-            state_dict.setdefault(f"{prefix}shared.{name}", state_dict[prefix + name])
+            dense = state_dict[prefix + name]
+            shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
+            state_dict.setdefault(f"{prefix}shared.{name}", shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x of shape (..., D) to the same shape."""

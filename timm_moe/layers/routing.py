@@ -1,6 +1,7 @@
 """Who decides which rows go to which expert.
 
-Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group.
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, B images (entries of the
+batch) of a group, N rows of an image, M members of an ensemble.
 """
 
 import math
@@ -15,7 +16,7 @@ from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, queue
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
 
-LOSSES = ("importance", "load", "balance")
+LOSSES = ("importance", "load", "balance", "balance_top_k")
 #: What becomes of the gates of the chosen experts: kept, all one, or divided by their sum.
 GATE_MODES = ("prob", "one", "renorm")
 
@@ -64,9 +65,11 @@ class TopKRouter(RecordingRouter):
         batch_priority: rows with a larger first gate queue first, instead of in their order.
         group_images: entries of the batch that share queues, capacities and losses; by default all. In eval mode a
             batch that they do not divide is one group.
-        loss_weights: weight of each of the losses ``"importance"``, ``"load"`` and ``"balance"``, 0 if not given.
+        loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of first choices) and
+            ``"balance_top_k"`` (of all choices), 0 if not given.
         gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
             its losses alone; ``"renorm"``, its gate divided by the sum of the chosen ones'.
+        eval_noise: add the noise in eval mode too.
 
     Attributes:
         weight: (E, D) parameter.
@@ -89,6 +92,7 @@ class TopKRouter(RecordingRouter):
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
         gate_mode: str = "prob",
+        eval_noise: bool = False,
     ):
         loss_weights = dict(loss_weights or {})
         _check_integer("top_k", top_k, 1, num_experts)
@@ -122,6 +126,7 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
+        self.eval_noise = eval_noise
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
 
@@ -136,21 +141,23 @@ class TopKRouter(RecordingRouter):
             ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
             RuntimeError: as :meth:`is_recording`.
         """
-        groups = self._groups(x.shape[0])
-        x_GSD = x.reshape(groups, math.prod(x.shape[:-1]) // groups, x.shape[-1])
-        capacity = self._capacity(x_GSD.shape[1])
+        batch, rows = x.shape[0], math.prod(x.shape[1:-1])
+        groups = self._groups(batch)
+        x_GBND = x.reshape(groups, batch // groups, rows, x.shape[-1])
+        capacity = self._capacity(batch // groups * rows)
         with _no_autocast(x):
-            logits_GSE = self._logits(x_GSD)
-            noisy_GSE = self._with_noise(logits_GSE)
-            gate_GSE = noisy_GSE.softmax(2)
-            weight_GSK, expert_GSK = _top_k(gate_GSE, self.top_k)
+            logits_GBNE = self._logits(x_GBND)
+            noisy_GBNE = self._with_noise(logits_GBNE)
+            gate_GBNE = noisy_GBNE.softmax(3)
+            weight_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
+            weight_GSK, expert_GSK = weight_GBNK.flatten(1, 2), self._experts(choice_GBNK).flatten(1, 2)
             line = queue(expert_GSK, self.num_experts, weight_GSK[..., 0] if self.batch_priority else None)
             if self.is_recording():
                 self.record(
-                    self._losses(logits_GSE, noisy_GSE, gate_GSE, expert_GSK),
+                    self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
                     load=line.length_GE.sum(0),
                     dropped=(line.length_GE - capacity).clamp(min=0).sum(),
-                    finite=logits_GSE.isfinite().all(),
+                    finite=logits_GBNE.isfinite().all(),
                 )
         return assign(expert_GSK, self._gated(weight_GSK), line, capacity)
 
@@ -170,14 +177,23 @@ class TopKRouter(RecordingRouter):
             )
         return max(1, batch // size)
 
-    def _logits(self, x_GSD: Tensor) -> Tensor:
-        dtype = torch.promote_types(x_GSD.dtype, torch.float32)
-        return nn.functional.linear(x_GSD.to(dtype), self.weight.to(dtype))
+    def _logits(self, x_GBND: Tensor) -> Tensor:
+        """(G, B, N, E) of the experts among which a row chooses."""
+        dtype = torch.promote_types(x_GBND.dtype, torch.float32)
+        return nn.functional.linear(x_GBND.to(dtype), self.weight.to(dtype))
 
-    def _with_noise(self, logits_GSE: Tensor) -> Tensor:
-        if not (self.training and self.noise_std):
-            return logits_GSE
-        return logits_GSE + torch.randn_like(logits_GSE) * (self.noise_std / self.num_experts)
+    def _experts(self, choice_GBNK: Tensor) -> Tensor:
+        """The chosen experts, among all."""
+        return choice_GBNK
+
+    def _loss_groups(self, x_GBN: Tensor) -> Tensor:
+        """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
+        return x_GBN.flatten(1, 2)
+
+    def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
+        if not (self.noise_std and (self.training or self.eval_noise)):
+            return logits_GBNE
+        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
 
     def _capacity(self, rows: int) -> int:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
@@ -188,17 +204,16 @@ class TopKRouter(RecordingRouter):
         )
         return min(capacity, rows)
 
-    def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, expert_GSK: Tensor) -> dict[str, Tensor]:
+    def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight."""
-        losses = {}
-        if "importance" in self.loss_weights:
-            losses["importance"] = importance_loss(logits_GSE.softmax(2)).mean()
-        if "load" in self.loss_weights:
-            std = self.noise_std / self.num_experts
-            losses["load"] = load_loss(logits_GSE, noisy_GSE, expert_GSK[..., -1], std).mean()
-        if "balance" in self.loss_weights:
-            losses["balance"] = balance_loss(gate_GSE, expert_GSK[..., 0]).mean()
-        return losses
+        std = self.noise_std / logits_GSE.shape[2]
+        losses = {
+            "importance": lambda: importance_loss(logits_GSE.softmax(2)),
+            "load": lambda: load_loss(logits_GSE, noisy_GSE, choice_GSK[..., -1], std),
+            "balance": lambda: balance_loss(gate_GSE, choice_GSK[..., :1]),
+            "balance_top_k": lambda: balance_loss(gate_GSE, choice_GSK),
+        }
+        return {name: losses[name]().mean() for name in self.loss_weights}
 
     def extra_repr(self) -> str:
         shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
@@ -234,6 +249,114 @@ class ImageRouter(TopKRouter):
             place=row_place.flatten(0, 1),
             weight=None if weight is None else weight.repeat_interleave(rows, 0),
         )
+
+
+class EnsembleRouter(TopKRouter):
+    """Routers of the M members of an ensemble, each for its own part of the experts (pBE, arXiv 2110.03360, section 4).
+
+    The batch holds each image M times in a row, once for each member. Member m chooses among experts m E/M to
+    (m + 1) E/M - 1, as a router of its own would: the softmax is over these, the noise has a standard deviation of
+    ``noise_std * M / E``, an expert's capacity is that of E/M experts and the rows of one member, and losses are means
+    over the members.
+
+    Arguments as :class:`TopKRouter`; ``group_images`` counts images, each with its M entries.
+
+    Args:
+        ensemble_size: M.
+
+    Raises:
+        ValueError: if M does not divide E, or K exceeds E/M; and as :class:`TopKRouter`.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
+        _check_integer("ensemble_size", ensemble_size, 1)
+        if num_experts % ensemble_size:
+            raise ValueError(
+                f"num_experts={num_experts} cannot be divided among the members of ensemble_size={ensemble_size}."
+            )
+        if isinstance(top_k, int) and top_k > num_experts // ensemble_size:
+            raise ValueError(
+                f"top_k={top_k} exceeds the {num_experts // ensemble_size} experts that each of the {ensemble_size} "
+                f"members has of num_experts={num_experts}."
+            )
+        super().__init__(dim, num_experts, top_k, **options)
+        self.ensemble_size = ensemble_size
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B M, ..., D), the entries of an image one after the other.
+
+        Raises:
+            ValueError: if M does not divide the batch; and as :class:`TopKRouter`.
+        """
+        if x.shape[0] % self.ensemble_size:
+            raise ValueError(
+                f"A batch of {x.shape[0]} does not hold each image {self.ensemble_size} times, once for each member."
+            )
+        return super().forward(x)
+
+    def _groups(self, batch: int) -> int:
+        return super()._groups(batch // self.ensemble_size)
+
+    def _by_member(self, x_GBN: Tensor) -> Tensor:
+        return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
+
+    def _logits(self, x_GBND: Tensor) -> Tensor:
+        dtype = torch.promote_types(x_GBND.dtype, torch.float32)
+        weight_MED = self.weight.to(dtype).unflatten(0, (self.ensemble_size, -1))
+        return torch.einsum("gbmnd,med->gbmne", self._by_member(x_GBND.to(dtype)), weight_MED).flatten(1, 2)
+
+    def _experts(self, choice_GBNK: Tensor) -> Tensor:
+        first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * (self.num_experts // self.ensemble_size)
+        return (self._by_member(choice_GBNK) + first_M.view(-1, 1, 1)).flatten(1, 2)
+
+    def _loss_groups(self, x_GBN: Tensor) -> Tensor:
+        return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def _capacity(self, rows: int) -> int:
+        return min(super()._capacity(rows), rows // self.ensemble_size)
+
+    def extra_repr(self) -> str:
+        return f"ensemble_size={self.ensemble_size}, {super().extra_repr()}"
+
+
+class PartitionedRouter(EnsembleRouter):
+    """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning").
+
+    As :class:`EnsembleRouter`, with every row in the part of every member.
+    """
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, ..., D)."""
+        members, rows = self.ensemble_size, math.prod(x.shape[1:-1])
+
+        def choices_of_row(per_member: Tensor) -> Tensor:
+            return per_member.view(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
+
+        order, sizes, place, weight = super().forward(x.repeat_interleave(members, 0))
+        row = order // (members * rows) * rows + order % rows
+        return Routing(row, sizes, choices_of_row(place), None if weight is None else choices_of_row(weight))
+
+
+class MultiHeadRouter(TopKRouter):
+    """Gives each of the K choices of a row to a copy of the row of its own (pBE, appendix on multi-head MoE, eq. 2).
+
+    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. Arguments as
+    :class:`TopKRouter`, which decides for one of the copies.
+    """
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""
+        rows = math.prod(x.shape[1:-1])
+
+        def choice_of_copy(per_row: Tensor) -> Tensor:
+            return per_row.view(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
+
+        order, sizes, place, weight = super().forward(x[:: self.top_k])
+        place = choice_of_copy(place)
+        copies = torch.arange(place.shape[0], device=x.device)
+        # What is dropped meets in one more place, which is cut off.
+        order = order.new_zeros(order.shape[0] + 1).scatter_(0, place.flatten(), copies)[:-1]
+        return Routing(order, sizes, place, None if weight is None else choice_of_copy(weight))
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
 """The registered models: importing this package makes them known to timm's factory."""
 
-from . import vision_transformer
+from . import ensemble, vision_transformer, widenet
 
-__all__ = ["vision_transformer"]
+__all__ = ["ensemble", "vision_transformer", "widenet"]

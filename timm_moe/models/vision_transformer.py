@@ -13,14 +13,12 @@ from .mixin import MoeMixin, architecture_args
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 
 
-class MoeVisionTransformer(MoeMixin, VisionTransformer):
-    """timm's VisionTransformer with expert layers.
+class PreLogitsVisionTransformer(VisionTransformer):
+    """timm's VisionTransformer with a layer before the classifier.
 
     Args:
-        pre_logits: put ``tanh(Linear(D, D))`` before the classifier, as the ViT and V-MoE papers do in pre-training.
+        pre_logits: put ``tanh(Linear(D, D))`` there, as the ViT and V-MoE papers do in pre-training.
     """
-
-    stock_class = VisionTransformer
 
     def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
         if not isinstance(pre_logits, bool):
@@ -46,6 +44,12 @@ class MoeVisionTransformer(MoeMixin, VisionTransformer):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.representation(super().forward_head(x, pre_logits=True))
         return x if pre_logits else self.head(x)
+
+
+class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
+    """timm's VisionTransformer with expert layers."""
+
+    stock_class = VisionTransformer
 
     def restore_stock_class(self) -> None:
         if not isinstance(self.representation, nn.Identity):
@@ -92,7 +96,7 @@ _XTINY_CFG = dict(
     classifier="head",
 )
 #: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
-_VMOE_S_CFG = dict(
+VMOE_S_CFG = dict(
     num_classes=1000,
     input_size=(3, 224, 224),
     fixed_input_size=True,
@@ -113,13 +117,13 @@ default_cfgs = generate_default_cfgs(
         for name, stock in _STOCK.items()
         for cfg in get_arch_pretrained_cfgs(stock).values()
     }
-    | {"vit_xtiny_ewa_moe": _XTINY_CFG, "vit_xtiny_moe": _XTINY_CFG, "vmoe_s32": _VMOE_S_CFG}
+    | {"vit_xtiny_ewa_moe": _XTINY_CFG, "vit_xtiny_moe": _XTINY_CFG, "vmoe_s32": VMOE_S_CFG}
 )
 
 #: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
 _NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
-_VMOE = dict(
+VMOE = dict(
     router="top_k",
     num_experts=32,
     moe_layers="last-2",
@@ -147,8 +151,13 @@ _DINOV2 = dict(patch_size=14, depth=12, init_values=1e-5, img_size=224, num_clas
 _XTINY = dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2, num_classes=100)
 
 
-def _create_moe_vit(
-    variant: str, dense_architecture: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]
+def create_moe_vit(
+    variant: str,
+    dense_architecture: str,
+    pretrained: bool,
+    model_args: dict[str, Any],
+    kwargs: dict[str, Any],
+    model_class: type[nn.Module] = MoeVisionTransformer,
 ) -> nn.Module:
     """Build a variant as timm builds its own.
 
@@ -158,24 +167,25 @@ def _create_moe_vit(
         pretrained: load pretrained weights.
         model_args: arguments of the stock class that define the variant.
         kwargs: the caller's arguments, which override ``model_args``.
+        model_class: class of the model.
     """
     out_indices = kwargs.pop("out_indices", 3)
     model = build_model_with_cfg(
-        MoeVisionTransformer,
+        model_class,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **{**model_args, **kwargs},
     )
-    if isinstance(model, MoeVisionTransformer):  # a feature extractor around it is never exported
+    if isinstance(model, MoeMixin):  # a feature extractor around it is never exported
         model.dense_architecture = dense_architecture
         model.dense_args = architecture_args(kwargs)
     return model
 
 
 def _create_stock_sized(name: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
-    return _create_moe_vit(name, _STOCK[name], pretrained, model_args, kwargs)
+    return create_moe_vit(name, _STOCK[name], pretrained, model_args, kwargs)
 
 
 @register_model
@@ -209,13 +219,13 @@ def vit_large_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
 @register_model
 def vit_xtiny_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """EWA ViT-XT/4 at 32 px."""
-    return _create_moe_vit("vit_xtiny_ewa_moe", "vit_tiny_patch16_224", pretrained, {}, {**_XTINY, **kwargs})
+    return create_moe_vit("vit_xtiny_ewa_moe", "vit_tiny_patch16_224", pretrained, {}, {**_XTINY, **kwargs})
 
 
 @register_model
 def vit_xtiny_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """Naive MoE ViT-XT/4 at 32 px."""
-    return _create_moe_vit("vit_xtiny_moe", "vit_tiny_patch16_224", pretrained, _NAIVE, {**_XTINY, **kwargs})
+    return create_moe_vit("vit_xtiny_moe", "vit_tiny_patch16_224", pretrained, _NAIVE, {**_XTINY, **kwargs})
 
 
 @register_model
@@ -243,43 +253,43 @@ def vit_base_moe(pretrained: bool = False, **kwargs) -> nn.Module:
 def vmoe_s32(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S."""
     size = dict(embed_dim=512, depth=8, num_heads=8)  # what the export needs beside the name of the stock model
-    return _create_moe_vit(
-        "vmoe_s32", "vit_small_patch32_224", pretrained, {"patch_size": 32, **_VMOE}, {**size, **kwargs}
+    return create_moe_vit(
+        "vmoe_s32", "vit_small_patch32_224", pretrained, {"patch_size": 32, **VMOE}, {**size, **kwargs}
     )
 
 
 @register_model
 def vmoe_b32(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-B/32."""
-    model_args = dict(patch_size=32, embed_dim=768, depth=12, num_heads=12, **_VMOE)
+    model_args = dict(patch_size=32, embed_dim=768, depth=12, num_heads=12, **VMOE)
     return _create_stock_sized("vmoe_b32", pretrained, model_args, kwargs)
 
 
 @register_model
 def vmoe_b16(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-B/16."""
-    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **_VMOE)
+    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **VMOE)
     return _create_stock_sized("vmoe_b16", pretrained, model_args, kwargs)
 
 
 @register_model
 def vmoe_l32(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-L/32."""
-    model_args = dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16, **_VMOE)
+    model_args = dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16, **VMOE)
     return _create_stock_sized("vmoe_l32", pretrained, model_args, kwargs)
 
 
 @register_model
 def vmoe_l16(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-L/16."""
-    model_args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16, **_VMOE)
+    model_args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16, **VMOE)
     return _create_stock_sized("vmoe_l16", pretrained, model_args, kwargs)
 
 
 @register_model
 def vmoe_h14(pretrained: bool = False, **kwargs) -> nn.Module:
     """V-MoE-H/14."""
-    model_args = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16, **{**_VMOE, "moe_layers": "last-5"})
+    model_args = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16, **{**VMOE, "moe_layers": "last-5"})
     return _create_stock_sized("vmoe_h14", pretrained, model_args, kwargs)
 
 

@@ -1,0 +1,53 @@
+"""The members of an ensemble inside one model: images repeated for them, their outputs and losses brought together.
+
+Shape suffixes: B images, M members, C classes.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Tile:
+    """Forward pre-hook of a module: its input holds each image M times in a row (pBE, arXiv 2110.03360, section 4).
+
+    Args:
+        copies: M.
+    """
+
+    def __init__(self, copies: int):
+        self.copies = copies
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = inputs
+        return x.repeat_interleave(self.copies, 0), *others
+
+
+def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:
+    """(B, C) logarithm of the members' mean probabilities."""
+    return log_p_BMC.logsumexp(1) - math.log(log_p_BMC.shape[1])
+
+
+class MemberLoss(nn.Module):
+    """The mean loss of the members: every member's output is compared with its image's target (pBE, section 4.1).
+
+    Args:
+        criterion: any loss on outputs (B, C) and targets (B,) or (B, C).
+    """
+
+    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """The criterion of outputs (B, M, C) and the targets of the B images; outputs (B, C) are taken as they are."""
+        if output.ndim == 2:
+            return self.criterion(output, target)
+        return self.criterion(output.flatten(0, 1), target.repeat_interleave(output.shape[1], 0))
+
+
+def has_members(model: nn.Module) -> bool:
+    """Whether a model, or the one in a wrapper, has several members, whose outputs its ``forward_members`` gives."""
+    return any(hasattr(module, "forward_members") for module in model.modules())

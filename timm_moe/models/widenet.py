@@ -1,0 +1,167 @@
+"""WideNet (arXiv 2107.11817): attention and experts held once and used by every block; norms of each block its own."""
+
+from typing import Any
+
+import torch
+from timm.models import generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from ..convert import moe_layers
+from .mixin import MoeMixin
+from .sharing import keep_once_in_state_dict
+from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
+
+__all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
+
+
+class SharedVisionTransformer(PreLogitsVisionTransformer):
+    """A ViT whose blocks share one attention and one feed-forward network (WideNet without experts, section 4.4).
+
+    They are held, and named in the state dict, as parts of the first block.
+
+    Args:
+        args: as timm's VisionTransformer.
+        shared_norm: share the two norms of the blocks too (section 4.4).
+        zero_class_token: the class token is a constant zero, not a parameter, as in the authors' code.
+        kwargs: as timm's VisionTransformer.
+    """
+
+    def __init__(self, *args: Any, shared_norm: bool = False, zero_class_token: bool = False, **kwargs: Any):
+        super().__init__(*args, block_fn=_block_without_weights_but_first, **kwargs)
+        self.shared_parts = ("attn", "mlp", *(("norm1", "norm2") if shared_norm else ()))
+        for block in self.blocks[1:]:
+            for part in self.shared_parts:
+                setattr(block, part, getattr(self.blocks[0], part))
+        if zero_class_token:
+            zero = torch.zeros_like(self.pos_embed[:, :1])  # type: ignore[index]
+            del self.cls_token
+            self.register_buffer("cls_token", zero, persistent=False)
+        keep_once_in_state_dict(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """As timm's, with what the blocks share in the group of the last: layer decay must not treat it as early."""
+        groups = super().group_matcher(coarse)
+        shared = rf"^blocks\.0\.(?:0\.)?(?:{'|'.join(self.shared_parts)})\."
+        return {**groups, "blocks": [(shared, (len(self.blocks) - 1,)), *groups["blocks"]]}
+
+
+def _block_without_weights_but_first(**kwargs: Any) -> Block:
+    """A block; from the second on only its norms and drop paths are its own."""
+    if kwargs["depth"]:
+        kwargs |= dict(attn_layer=nn.Identity, mlp_layer=nn.Identity)
+    return Block(**kwargs)
+
+
+class RoutingGroup(nn.Sequential):
+    """Consecutive blocks with one expert layer, routed once by its first block (section 4.5, figure 3)."""
+
+    def forward(self, x: Tensor, **attention: Any) -> Tensor:  # type: ignore[override]
+        """Map tokens (B, N, D) to the same shape; ``attention``: options of timm's attention."""
+        routing = None
+        block: Any
+        for block in self:
+            x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **attention)))
+            z = block.norm2(x)
+            if routing is None:
+                routing = block.mlp.router(z)
+            y = block.mlp.run_routed(z.flatten(0, 1), routing).view_as(z)
+            x = x + block.drop_path2(block.ls2(y))
+        return x
+
+
+class WideNet(MoeMixin, SharedVisionTransformer):
+    """A ViT whose blocks share one attention and one expert layer (section 3).
+
+    Args:
+        args: as :class:`SharedVisionTransformer`.
+        routing_groups: G, divide the blocks into this many groups of consecutive ones; the first of a group decides
+            where the tokens go in all of it, and the balance loss has G terms. By default every block decides.
+        kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe`.
+
+    Raises:
+        ValueError: if ``routing_groups`` does not divide the number of blocks.
+    """
+
+    stock_class = SharedVisionTransformer
+
+    def __init__(self, *args: Any, routing_groups: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if routing_groups is not None:
+            self._set_blocks(_in_groups(list(self.blocks), routing_groups))
+
+    def _set_blocks(self, blocks: list[nn.Module]) -> None:
+        self.blocks = nn.Sequential(*blocks)
+        self.feature_info = [{**self.feature_info[0], "module": f"blocks.{index}"} for index in range(len(blocks))]
+        for path, layer in moe_layers(self).items():
+            layer.path = path
+
+    def restore_stock_class(self) -> None:
+        self._set_blocks(
+            [block for part in self.blocks for block in (part if isinstance(part, RoutingGroup) else [part])]
+        )
+        super().restore_stock_class()
+
+
+def _in_groups(blocks: list[nn.Module], groups: int) -> list[nn.Module]:
+    if type(groups) is not int or groups < 1 or len(blocks) % groups:
+        raise ValueError(f"routing_groups must be an integer that divides the {len(blocks)} blocks, got {groups!r}.")
+    size = len(blocks) // groups
+    return [RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)]
+
+
+#: Preprocessing as for V-MoE-S.
+default_cfgs = generate_default_cfgs({"widenet_b": VMOE_S_CFG, "widenet_l": VMOE_S_CFG, "widenet_h": VMOE_S_CFG})
+
+#: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds capacities down.
+_WIDENET = dict(
+    router="top_k",
+    num_experts=4,
+    moe_layers="every-1",
+    top_k=2,
+    noise_std=1.0,
+    capacity_factor=1.2,
+    capacity_multiple=1,
+    capacity_rounding="floor",
+    aux_loss="balance_top_k",
+    aux_loss_weight=0.01,
+)
+#: The paper averages over the patches; there is no class token.
+_POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=False)
+#: The authors' code has a class token that is a constant zero, averages over it too, and has a layer before the
+#: classifier: the paper's parameter counts are those.
+_OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=True, pre_logits=True)
+
+
+def _create(variant: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
+    official = kwargs.pop("official_compat", False)
+    if not isinstance(official, bool):
+        raise ValueError(f"official_compat must be True or False, got {official!r}.")
+    model_args = {**_POOLING, **(_OFFICIAL if official else {}), **model_args}
+    if kwargs.get("num_experts") == 0:  # no experts: one dense network for all blocks
+        kwargs = {name: value for name, value in kwargs.items() if name != "num_experts"}
+        return create_moe_vit(variant, variant, pretrained, model_args, kwargs, SharedVisionTransformer)
+    model = create_moe_vit(variant, variant, pretrained, {**_WIDENET, **model_args}, kwargs, WideNet)
+    if isinstance(model, WideNet) and model.dense_args is not None:  # it becomes the same without experts
+        model.dense_args |= {"num_experts": 0, "official_compat": official}
+        model.dense_args.pop("routing_groups", None)
+    return model
+
+
+@register_model
+def widenet_b(pretrained: bool = False, **kwargs) -> nn.Module:
+    """WideNet-B."""
+    model_args = dict(embed_dim=768, depth=12, num_heads=12, mlp_ratio=4096 / 768)
+    return _create("widenet_b", pretrained, model_args, kwargs)
+
+
+@register_model
+def widenet_l(pretrained: bool = False, **kwargs) -> nn.Module:
+    """WideNet-L."""
+    return _create("widenet_l", pretrained, dict(embed_dim=1024, depth=24, num_heads=16), kwargs)
+
+
+@register_model
+def widenet_h(pretrained: bool = False, **kwargs) -> nn.Module:
+    """WideNet-H."""
+    return _create("widenet_h", pretrained, dict(embed_dim=1280, depth=32, num_heads=16), kwargs)
