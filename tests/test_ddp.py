@@ -16,7 +16,7 @@ from timm.task import ClassificationTask
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from timm_moe import ExpertWeightAveraging, auxiliary_loss, moe_layers
+from timm_moe import ExpertWeightAveraging, MemberLoss, auxiliary_loss, moe_layers
 
 
 def start(rank, folder):
@@ -67,13 +67,21 @@ def test_ranks_stay_identical(tmp_path, batch_size):
     assert (start - start.mean(0)).abs().max() < 0.01
 
 
-def routed_worker(rank, folder, compiled):
+#: Models whose loss needs all of a task: the routers' losses, a layer called several times, members.
+ROUTED = {
+    "vit_tiny_moe": dict(num_experts=9),  # some experts get no token
+    "widenet_b": dict(noise_std=0, capacity_factor="none", mlp_ratio=2),
+    "vmoe_pbe_s32": dict(num_experts=4, noise_std=0, aux_loss="importance", expert_dropout=0.0),
+}
+
+
+def routed_worker(rank, folder, name, compiled):
     start(rank, folder)
     images, targets = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_moe", num_experts=9, group_images=2, **SMALL_VIT)  # some experts get no token
-    for name, parameter in model.named_parameters():
-        if "router" in name:
+    model = timm.create_model(name, **ROUTED[name], group_images=2, **SMALL_VIT)
+    for path, parameter in model.named_parameters():
+        if "router" in path:
             nn.init.normal_(parameter, std=0.3)
     reference = copy.deepcopy(model)
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
@@ -83,13 +91,16 @@ def routed_worker(rank, folder, compiled):
     part = slice(2 * rank, 2 * rank + 2)
     task(images[part], targets[part])["loss"].backward()
     # The mean over the ranks is the loss of the whole batch, where groups are as large as a rank's part.
-    (nn.functional.cross_entropy(reference(images), targets) + auxiliary_loss(reference)).backward()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+    (MemberLoss(nn.CrossEntropyLoss())(reference(images), targets) + auxiliary_loss(reference)).backward()
+    for (path, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=path)
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_routed_experts_get_the_gradients_of_the_whole_batch(tmp_path, compiled):
-    torch.multiprocessing.spawn(routed_worker, (str(tmp_path), compiled), nprocs=2)
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("vit_tiny_moe", False), ("vit_tiny_moe", True), ("widenet_b", False), ("vmoe_pbe_s32", False)],
+)
+def test_routed_experts_get_the_gradients_of_the_whole_batch(tmp_path, name, compiled):
+    torch.multiprocessing.spawn(routed_worker, (str(tmp_path), name, compiled), nprocs=2)

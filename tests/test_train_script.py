@@ -248,3 +248,50 @@ def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path)
         AssertionError, match="group_images=5 does not divide the batch of 12 images; 1, 2, 3, 4, 6, 12"
     ):
         train(tmp_path, images, *ROUTED, "--model-kwargs", "group_images=5", epochs=1)
+
+
+# --- the families: each trains and validates by the unmodified scripts
+
+SIZE = ["img_size=32", "patch_size=8", "embed_dim=32", "depth=4", "num_heads=2"]
+FAMILIES = {
+    "vimoe_s14_shared": ["num_experts=3"],
+    "widenet_b": ["official_compat=True", "routing_groups=2"],
+    "vmoe_pbe_s32": ["num_experts=4"],
+}
+
+
+def family(name, *options):
+    return ["--model", name, "--img-size", 32, "--num-classes", 3, "--model-kwargs", *SIZE, *FAMILIES[name], *options]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_train_resume_and_validate(images, tmp_path, name):
+    log = train(tmp_path, images, *family(name), "--experiment", "a", "--model-ema", "--layer-decay", "0.9", epochs=3)
+    assert "Routing in blocks." in log
+    last = summary(tmp_path / "output/train/a")[-1]
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    validated = script("validate.py", tmp_path, *family(name), "--checkpoint", checkpoint, "--use-ema", *common)
+    assert top1(validated) == f"{float(last['eval_top1']):.3f}"
+    train(tmp_path, images, *family(name), "--experiment", "b", "--resume", checkpoint, epochs=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--mixup", "0.8", "--cutmix", "1", "--smoothing", "0.1"],
+        ["--mixup", "0.8", "--bce-loss", "--grad-accum-steps", "2"],
+        ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
+        ["--amp", "--amp-dtype", "bfloat16", "--grad-checkpointing"],
+        ["--torchcompile", "aot_eager"],
+    ],
+)
+def test_options_of_train_py_with_an_ensemble(images, tmp_path, options):
+    log = train(tmp_path, images, *family("vmoe_pbe_s32"), *options, epochs=1)
+    assert len(re.findall(r"Routing in blocks\.[13]\.mlp", log)) == 2
+
+
+def test_an_ensemble_is_no_student(images, tmp_path):
+    options = ["--kd-model-name", "vit_tiny_patch16_224"]
+    with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
+        train(tmp_path, images, *family("vmoe_pbe_s32"), *options, epochs=1)
