@@ -7,15 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import timm
-from timm.models import model_entrypoint
 from timm.utils import ParseKwargs
 
 from .callbacks.export import export_dense
 from .callbacks.source import ModelSpec, describe
 from .checkpoints.vmoe import import_checkpoint
 from .gather import GATHERS
-from .info import model_info
+from .info import model_info, registered_models
+from .papers import comparisons
 from .version import __version__
 
 
@@ -92,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
     listing.set_defaults(command=_list)
 
-    info = commands.add_parser("info", help="show the parameters, cost and expert layers of a model")
+    info = commands.add_parser("info", help="show the size, cost and expert layers of a model beside its paper's")
     info.add_argument("model", metavar="MODEL", help="registered name")
     _add_model_options(info)
     info.set_defaults(command=_info)
@@ -148,11 +147,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    names = [
-        name
-        for name in timm.list_models(args.filter, pretrained=args.pretrained)
-        if model_entrypoint(name).__module__.startswith(f"{__package__}.")
-    ]
+    names = registered_models(args.filter, args.pretrained)
     if not names:
         raise ValueError(f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as '*small*'.")
     print("\n".join(names))
@@ -175,6 +170,8 @@ def _info(args: argparse.Namespace) -> None:
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
+    for label, text in comparisons(args.model):
+        print(f"  {label:<22} {text}")
 
 
 def _import_vmoe(args: argparse.Namespace) -> None:

@@ -1,10 +1,11 @@
-"""What a model has: parameters in all and for a token, and the cost of an evaluation."""
+"""What a model has: parameters in all and for a token, and what an image costs."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
+from timm.models import model_entrypoint
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,6 +44,43 @@ class ModelInfo:
     input_size: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a forward for one image.
+
+    Attributes:
+        convolution: multiply-adds of convolutions: the patch embedding.
+        linear: multiply-adds of linear layers.
+        attention: multiply-adds of attention's two products, of queries and keys and of weights and values.
+        norm: numbers that layer norms put out.
+    """
+
+    convolution: float
+    linear: float
+    attention: float
+    norm: float
+
+    @property
+    def macs(self) -> float:
+        """All multiply-adds."""
+        return self.convolution + self.linear + self.attention
+
+
+def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
+    """Names of this package's models, or of their pretrained tags, that match a pattern with wildcards."""
+    return [
+        name
+        for name in timm.list_models(pattern, pretrained=pretrained)
+        if model_entrypoint(name).__module__.startswith(f"{__package__}.")
+    ]
+
+
+def weightless_model(name: str, **kwargs: Any) -> nn.Module:
+    """A model of ``timm.create_model`` without memory for its weights (on the meta device)."""
+    with torch.device("meta"):
+        return timm.create_model(name, **kwargs)
+
+
 def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """Measure a registered expert model without allocating its weights.
 
@@ -53,54 +91,101 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     Raises:
         ValueError: if the model has no expert layers.
     """
-    with torch.device("meta"):
-        model = timm.create_model(name, **kwargs).eval()
+    model = weightless_model(name, **kwargs)
     layers = list(moe_layers(model).values())
     if not layers:
         raise ValueError(f"{name} has no expert layers.")
     first = layers[0]
     routed = isinstance(first.router, TopKRouter)
-    deployed = model if routed else to_dense(model).eval()
-    total = _parameters(model)
-    input_size = model_input_size(model)
+    deployed = model if routed else to_dense(model)
     return ModelInfo(
         name=name,
         moe_layers=list(moe_layers(model)),
         blocks=len(ffn_paths(model)),
         num_experts=first.num_experts,
         top_k=_top_k(first),
-        total=total,
-        activated=total - sum(_idle_parameters(layer) for layer in layers),
-        exported=None if routed else _parameters(deployed),
-        gflops=_flops_per_image(deployed, input_size) / 1e9,
-        input_size=input_size,
+        total=parameters(model),
+        activated=activated_parameters(model),
+        exported=None if routed else parameters(deployed),
+        gflops=2 * evaluation_cost(deployed).macs / 1e9,
+        input_size=model_input_size(model),
     )
+
+
+def parameters(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def router_parameters(model: nn.Module) -> int:
+    """Parameters of the routers of all expert layers."""
+    return sum(parameters(layer.router) for layer in moe_layers(model).values())
+
+
+def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
+    """Parameters that a token passes through, given that it passes through so many experts of each layer, or K."""
+    return parameters(model) - sum(
+        (layer.num_experts - (experts or _top_k(layer))) * expert_parameters(layer)
+        for layer in moe_layers(model).values()
+    )
+
+
+def expert_parameters(layer: MoeMlp) -> int:
+    """Parameters of one expert."""
+    return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
 
 
 def _top_k(layer: MoeMlp) -> int:
     return layer.router.top_k if isinstance(layer.router, TopKRouter) else 1
 
 
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def evaluation_cost(model: nn.Module) -> Cost:
+    """Cost of evaluating one image, where routed experts take every token K times.
 
-
-def _idle_parameters(layer: MoeMlp) -> int:
-    """Parameters of the experts that a token does not pass through."""
-    experts = sum(stacked.numel() for _, stacked in layer.named_expert_parameters())
-    return experts // layer.num_experts * (layer.num_experts - _top_k(layer))
-
-
-def _flops_per_image(model: nn.Module, input_size: tuple[int, ...]) -> int:
-    """Operations of a forward on the meta device, where every expert works on as many rows as it has places.
-
-    At a capacity factor of 1 these are exactly K for each token, given a batch of E images.
+    Args:
+        model: on the meta device; its routers are changed, it is left in eval mode.
     """
+    # On the meta device every expert computes as many rows as it has places: at a capacity factor of 1 exactly K for
+    # each token, given a batch of E images.
     batch = 1
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.eval_capacity_factor, module.capacity_multiple, module.group_images = 1.0, 1, None
             batch = module.num_experts
+    return _forward_cost(model.eval(), batch)
+
+
+def training_flops(model: nn.Module) -> float:
+    """Floating-point operations of a forward and a backward for one image, a multiply-add counted as two.
+
+    A backward costs twice a forward, but for the gradient of the images, which nobody needs. Every expert computes as
+    many rows as its capacity allows, used or not, as in V-MoE's implementation.
+
+    Args:
+        model: on the meta device; it is left in training mode.
+    """
+    cost = _forward_cost(model.train(), batch=64)  # so many that rounding capacities does not matter
+    return 2 * (3 * cost.macs - cost.convolution)
+
+
+def _forward_cost(model: nn.Module, batch: int) -> Cost:
+    normed: list[int] = []
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: normed.append(output.numel()))
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
+    ]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(batch, *input_size, device="meta"))
-    return counter.get_total_flops() // batch
+        model(torch.empty(batch, *model_input_size(model), device="meta"))
+    for hook in hooks:
+        hook.remove()
+    macs = {"convolution": 0.0, "linear": 0.0, "attention": 0.0}
+    for operator, flops in counter.get_flop_counts()["Global"].items():
+        macs[_kind(str(operator))] += flops / 2 / batch
+    return Cost(**macs, norm=sum(normed) / batch)
+
+
+def _kind(operator: str) -> str:
+    if "convolution" in operator:
+        return "convolution"
+    return "attention" if "bmm" in operator or "scaled_dot_product" in operator else "linear"
