@@ -156,11 +156,11 @@ def _list(args: argparse.Namespace) -> None:
 def _info(args: argparse.Namespace) -> None:
     info = model_info(args.model, **{"num_classes": args.num_classes, **args.model_kwargs})
     taken = f", a token takes {info.top_k}" if info.exported is None else ""
-    layers = f"in each of {len(info.moe_layers)} layers, the model has {info.blocks} blocks"
+    layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
     evaluated = "exported" if info.exported is not None else "evaluation"
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
-        "experts": f"{info.num_experts} {layers}{taken}",
+        "experts": f"{info.num_experts} {layers}, the model has {info.blocks} blocks{taken}",
         "expert layers": ", ".join(info.moe_layers),
         "parameters, training": f"{info.total:,}",
         "parameters, activated": f"{info.activated:,} per token",

@@ -21,7 +21,7 @@ class ModelInfo:
     Attributes:
         name: registered name.
         moe_layers: names of the expert layers.
-        blocks: number of blocks in which an expert layer could sit.
+        blocks: number of blocks in which an expert layer could sit; in WideNet all have the same.
         num_experts: experts in each layer.
         top_k: experts that a token passes through in training.
         total: parameters in training.
@@ -97,11 +97,12 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         raise ValueError(f"{name} has no expert layers.")
     first = layers[0]
     routed = isinstance(first.router, TopKRouter)
+    networks = {model.get_submodule(path) for path in ffn_paths(model)}
     deployed = model if routed else to_dense(model)
     return ModelInfo(
         name=name,
         moe_layers=list(moe_layers(model)),
-        blocks=len(ffn_paths(model)),
+        blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
         num_experts=first.num_experts,
         top_k=_top_k(first),
         total=parameters(model),

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +26,13 @@ from .info import (
 )
 
 #: Name and arXiv number of each paper.
-PAPERS = {"EWA": "2308.06093", "ViMoE": "2410.15732", "pBE": "2110.03360"}
+PAPERS = {
+    "EWA": "2308.06093",
+    "WideNet": "2107.11817",
+    "OneS": "2201.10890",
+    "ViMoE": "2410.15732",
+    "pBE": "2110.03360",
+}
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,11 @@ class Quantity:
 
     Attributes:
         name: what it is, with its unit.
-        measure: takes a model on the meta device, which it may change.
+        measure: takes the registered name of a model and arguments of ``timm.create_model``.
     """
 
     name: str
-    measure: Callable[[nn.Module], float]
+    measure: Callable[..., float]
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Figure:
         printed: the number as printed, or None where it is illegible in the copy used.
         options: arguments of ``timm.create_model`` that make the paper's model.
         reason: why the model has another number, where it has.
+        floor: the digits that are not printed are cut off, not rounded.
     """
 
     paper: str
@@ -62,6 +70,7 @@ class Figure:
     printed: str | None
     options: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    floor: bool = False
 
     @property
     def label(self) -> str:
@@ -70,14 +79,20 @@ class Figure:
 
     def measure(self) -> float:
         """The number that the model has."""
-        return self.quantity.measure(weightless_model(self.model, **self.options))
+        return self.quantity.measure(self.model, **self.options)
 
     def agrees(self, value: float) -> bool:
-        """Whether ``value``, rounded to the printed digits, is what the paper prints."""
+        """Whether ``value`` with the printed digits is what the paper prints."""
         if self.printed is None:
             return False
-        digits = len(self.printed.partition(".")[2])
-        return abs(value - float(self.printed)) <= 0.5 * 10**-digits
+        unit = 10.0 ** -len(self.printed.partition(".")[2])
+        difference = value - float(self.printed)
+        return 0 <= difference < unit if self.floor else abs(difference) <= unit / 2
+
+
+def _on_module(measure: Callable[[Any], float]) -> Callable[..., float]:
+    """A :attr:`Quantity.measure` from a function of the module, which may change it."""
+    return lambda name, **options: measure(weightless_model(name, **options))
 
 
 def _dense_parameters(model: nn.Module) -> int:
@@ -94,8 +109,30 @@ def _segmentation_gmacs(model: Any) -> float:
 
 
 def _routes(model: nn.Module) -> int:
-    routers: list[Any] = [layer.router for layer in moe_layers(model).values()]
-    return math.prod(math.comb(router.num_experts, router.top_k) for router in routers)
+    return math.prod(math.comb(router.num_experts, router.top_k) for router in _routers(model))
+
+
+def _places(model: nn.Module) -> float:
+    router = _routers(model)[0]
+    return router.top_k * router.capacity_factor
+
+
+def _routers(model: nn.Module) -> list[Any]:
+    return [layer.router for layer in moe_layers(model).values()]
+
+
+@cache
+def _training_cost(name: str, **options: Any) -> float:
+    return training_flops(weightless_model(name, **options)) / 2**30
+
+
+def _against(reference: str, copies: int = 1) -> Quantity:
+    """Training cost over that of one or more copies of another model with the same options."""
+
+    def measure(name: str, **options: Any) -> float:
+        return 100 * (_training_cost(name, **options) / (copies * _training_cost(reference, **options)) - 1)
+
+    return Quantity(f"training cost over {copies} {reference} (%)", measure)
 
 
 def _reached(experts: float) -> Quantity:
@@ -106,21 +143,66 @@ def _reached(experts: float) -> Quantity:
         idle = sum(layer.num_experts for layer in layers) - experts
         return (parameters(model) - router_parameters(model) - idle * expert_parameters(layers[0])) / 1e6
 
-    return Quantity(f"activated parameters (M), {experts} routed experts reached", measure)
+    return Quantity(f"activated parameters (M), {experts} routed experts reached", _on_module(measure))
 
 
-PARAMETERS = Quantity("parameters (M)", lambda model: parameters(model) / 1e6)
-BILLIONS = Quantity("parameters (10^9)", lambda model: parameters(model) / 1e9)
+PARAMETERS = Quantity("parameters (M)", _on_module(lambda model: parameters(model) / 1e6))
+BILLIONS = Quantity("parameters (10^9)", _on_module(lambda model: parameters(model) / 1e9))
 ACTIVATED = Quantity(
-    "activated parameters (M)", lambda model: (activated_parameters(model) - router_parameters(model)) / 1e6
+    "activated parameters (M)", _on_module(lambda model: (activated_parameters(model) - router_parameters(model)) / 1e6)
 )
-DENSE = Quantity("parameters of the dense model (M)", lambda model: _dense_parameters(model) / 1e6)
-RATIO = Quantity("parameters / the dense model's", lambda model: parameters(model) / _dense_parameters(model))
-MACS = Quantity("MACs (G)", _gmacs)
-LINEAR_MACS = Quantity("MACs (G) without attention's products", lambda model: _gmacs(model, attention=False))
-SEGMENTATION_MACS = Quantity("MACs (G) with ADE20K's classifier", _segmentation_gmacs)
-TRAINING = Quantity("training cost (2^30 operations)", lambda model: training_flops(model) / 2**30)
-ROUTES = Quantity("ways through the experts", _routes)
+DENSE = Quantity("parameters of the dense model (M)", _on_module(lambda model: _dense_parameters(model) / 1e6))
+RATIO = Quantity(
+    "parameters / the dense model's", _on_module(lambda model: parameters(model) / _dense_parameters(model))
+)
+MACS = Quantity("MACs (G)", _on_module(_gmacs))
+LINEAR_MACS = Quantity(
+    "MACs (G) without attention's products", _on_module(lambda model: _gmacs(model, attention=False))
+)
+SEGMENTATION_MACS = Quantity("MACs (G) with ADE20K's classifier", _on_module(_segmentation_gmacs))
+TRAINING = Quantity("training cost (2^30 operations)", _training_cost)
+ROUTES = Quantity("ways through the experts", _on_module(_routes))
+PLACES = Quantity("FFN cost / the dense model's", _on_module(_places))
+
+
+#: The positions and layers that the paper's counts include.
+_OFFICIAL = dict(official_compat=True)
+
+
+def _widenet_tables_1_and_3() -> Iterator[Figure]:
+    for model, experts, shared_norm, dense in [
+        ("widenet_b", "29", "29", "9"),
+        ("widenet_l", "40", "40", "15"),
+        ("widenet_h", "63", "63", "23"),
+    ]:
+        width: dict[str, Any] = (
+            {"mlp_ratio": 4} if model == "widenet_b" else {}
+        )  # with that of its experts it would be 10
+        for where, printed, options in [
+            ("tables 1, 3", experts, {}),
+            ("table 3", shared_norm, {"shared_norm": True}),
+            ("table 3", dense, {"num_experts": 0, **width}),
+        ]:
+            yield Figure("WideNet", where, model, PARAMETERS, printed, {**_OFFICIAL, **options}, floor=True)
+
+
+def _widenet_tables_4_and_5() -> Iterator[Figure]:
+    for printed, options in [
+        ("40", {"depth": 12}),
+        ("15", {"num_experts": 0}),
+        ("24", {"num_experts": 0, "mlp_ratio": 8}),
+    ]:
+        yield Figure("WideNet", "table 4", "widenet_l", PARAMETERS, printed, {**_OFFICIAL, **options}, floor=True)
+    cifar = {**_OFFICIAL, "pre_logits": False, "num_classes": 10}
+    reason = "28.3 by the count that all other models of the table fit but ViT-L"
+    yield Figure("WideNet", "table 5", "widenet_b", PARAMETERS, "27", cifar, reason, floor=True)
+    yield Figure("WideNet", "table 5", "widenet_l", PARAMETERS, "38", cifar, floor=True)
+
+
+def _ones() -> Iterator[Figure]:
+    for model, printed in (("widenet_b", "10"), ("widenet_l", "15")):
+        yield Figure("OneS", "table 1", model, PARAMETERS, printed, {**_OFFICIAL, "num_experts": 0}, floor=True)
+    yield Figure("OneS", "table 2", "widenet_b", PLACES, "2.4")
 
 
 def _vimoe_options(experts: int, blocks: int) -> dict[str, Any]:
@@ -203,30 +285,57 @@ def _pbe_table_26() -> Iterator[Figure]:
         dense, sparse = legible.get(size, (None, None))
         yield Figure("pBE", "table 26", f"vmoe_{size}", DENSE, dense, _UPSTREAM)
         yield Figure("pBE", "table 26", f"vmoe_{size}", PARAMETERS, sparse, _UPSTREAM)
+        yield Figure("pBE", "table 26", f"vmoe_pbe_{size}", PARAMETERS, sparse, _UPSTREAM)
 
 
 def _pbe_table_11() -> Iterator[Figure]:
     vmoe_s = dict(embed_dim=512, depth=8, num_heads=8)  # which is not timm's ViT-S
-    for size, vit, options, dense, top_1, top_2 in [
-        ("s32", "vit_small_patch32_224", vmoe_s, "22.32", "23.22", "28.23"),
-        ("b32", "vit_base_patch32_224", {}, "72.46", "73.55", "84.74"),
-        ("b16", "vit_base_patch16_224", {}, "310.67", "313.95", "358.70"),
-        ("l32", "vit_large_patch32_224", {}, "252.61", "249.70", "269.51"),
-        ("l16", "vit_large_patch16_224", {}, "1069.53", "1055.14", "1134.41"),
-        ("h14", "vit_huge_patch14_224", {}, "2962.57", "3008.02", "3436.74"),
+    for size, vit, options, dense, top_1, top_2, pbe in [
+        ("s32", "vit_small_patch32_224", vmoe_s, "22.32", "23.22", "28.23", "32.71"),
+        ("b32", "vit_base_patch32_224", {}, "72.46", "73.55", "84.74", "94.51"),
+        ("b16", "vit_base_patch16_224", {}, "310.67", "313.95", "358.70", "403.92"),
+        ("l32", "vit_large_patch32_224", {}, "252.61", "249.70", "269.51", "287.14"),
+        ("l16", "vit_large_patch16_224", {}, "1069.53", "1055.14", "1134.41", "1210.91"),
+        ("h14", "vit_huge_patch14_224", {}, "2962.57", "3008.02", "3436.74", "3967.77"),
     ]:
         reason, moe_reason = "up to 0.6 % below", "3 to 4 % above"
         if size == "h14":
             reason, moe_reason = "5 % below", "2 to 3 % below"
         yield Figure("pBE", "table 11", vit, TRAINING, dense, {**options, "img_size": 384}, reason)
-        for top_k, printed in ((1, top_1), (2, top_2)):
+        for model, printed, top_k in [("vmoe", top_1, 1), ("vmoe", top_2, 2), ("vmoe_pbe", pbe, 1)]:
             routed = {**_DOWNSTREAM, "top_k": top_k}
-            yield Figure("pBE", "table 11", f"vmoe_{size}", TRAINING, printed, routed, moe_reason)
+            yield Figure("pBE", "table 11", f"{model}_{size}", TRAINING, printed, routed, moe_reason)
+
+
+def _pbe_table_12() -> Iterator[Figure]:
+    options = {**_DOWNSTREAM, "top_k": 1}
+    for size, vmoe, ensemble in [
+        ("s32", "40.88", "-29.56"),
+        ("b32", "28.51", "-35.75"),
+        ("b16", "28.66", "-35.67"),
+        ("l32", "14.99", "-42.50"),
+        ("l16", "14.76", "-42.62"),
+        ("h14", "31.91", "-34.05"),
+    ]:
+        for copies, printed in ((1, vmoe), (2, ensemble)):
+            quantity = _against(f"vmoe_{size}", copies)
+            yield Figure(
+                "pBE", "table 12", f"vmoe_pbe_{size}", quantity, printed, options, "less than 0.6 points apart"
+            )
+
+
+def _pbe_section_4_1() -> Iterator[Figure]:
+    reason = "the costs of the paper's table 11 give -39.7"
+    options = {**_DOWNSTREAM, "top_k": 2}
+    yield Figure("pBE", "section 4.1", "vmoe_pbe_l16", _against("vmoe_l16", 2), "-47", options, reason)
 
 
 #: All figures, in the order of the page.
 FIGURES: list[Figure] = [
     Figure("EWA", "table 1", "vit_small_moe", RATIO, "3.25", dict(num_experts=8)),
+    *_widenet_tables_1_and_3(),
+    *_widenet_tables_4_and_5(),
+    *_ones(),
     *_vimoe_table_1(),
     *_vimoe_tables_1_and_6(),
     *_vimoe_table_3(),
@@ -234,8 +343,10 @@ FIGURES: list[Figure] = [
     *_vimoe_table_5(),
     *_vimoe_section_4_2(),
     *_pbe_table_26(),
-    Figure("pBE", "abstract", "vmoe_h14", BILLIONS, "2.7", _UPSTREAM),
+    Figure("pBE", "abstract", "vmoe_pbe_h14", BILLIONS, "2.7", _UPSTREAM),
     *_pbe_table_11(),
+    *_pbe_table_12(),
+    *_pbe_section_4_1(),
 ]
 
 
@@ -290,8 +401,8 @@ _LEGEND = """\
 
 *Model* is a registered name with the options that make it the paper's model, as `timm.create_model` and
 `--model-kwargs` take them; a `vit_*_patch*` is timm's own, a dense model that the paper compares with. *Paper* is the
-number as printed, *here* is what the model has. If they still differ after rounding to the printed digits, the last
-column says why, or how far if that is not known. The quantities:
+number as printed, *here* is what the model has. If they still differ after rounding to the printed digits (WideNet
+and OneS cut digits off instead), the last column says why, or how far if that is not known. The quantities:
 
 - *parameters*: all of the model in training. *Activated*: those that one token passes through, the routers not counted;
   where tokens are routed one by one, those that the tokens of one image pass through together, in so many routed
@@ -303,6 +414,8 @@ column says why, or how far if that is not known. The quantities:
 - *training cost*: operations of a forward and a backward for one image, a multiply-add counted as two, in units of
   2^30. Experts compute as many rows as their capacity allows. The paper does not say how it counts; why its V-MoE costs
   less outside the experts than its ViT, and H/14 more than its size suggests, is not known.
+- *training cost over*: by how many percent it is above that of so many other models with the same options.
+- *FFN cost*: the places of all experts together for each token, K times the capacity factor.
 - *ways through the experts*: the possible choices of an image, multiplied over the layers ("routing degree").
 """
 
