@@ -266,14 +266,15 @@ def family(name, *options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_train_resume_and_validate(images, tmp_path, name):
-    log = train(tmp_path, images, *family(name), "--experiment", "a", "--model-ema", "--layer-decay", "0.9", epochs=3)
+    options = [*family(name), "--model-ema", "--layer-decay", "0.9"]
+    log = train(tmp_path, images, *options, "--experiment", "a", epochs=3)
     assert "Routing in blocks." in log
     last = summary(tmp_path / "output/train/a")[-1]
     checkpoint = tmp_path / "output/train/a/last.pth.tar"
     common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
     validated = script("validate.py", tmp_path, *family(name), "--checkpoint", checkpoint, "--use-ema", *common)
     assert top1(validated) == f"{float(last['eval_top1']):.3f}"
-    train(tmp_path, images, *family(name), "--experiment", "b", "--resume", checkpoint, epochs=4)
+    train(tmp_path, images, *options, "--experiment", "b", "--resume", checkpoint, epochs=4)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.layers import Mlp
+from timm.layers import Mlp, SwiGLU
 
 import timm_moe
 from timm_moe.layers import ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter
@@ -66,6 +66,24 @@ def test_a_dense_checkpoint_becomes_routed_and_shared_experts():
     torch.testing.assert_close(made(x), 2 * dense(x))  # a single expert has gate 1
 
 
+@pytest.mark.parametrize("ffn", [Mlp, SwiGLU])
+def test_a_shared_expert_that_starts_at_zero_adds_nothing(ffn):
+    made = SharedExpertMlp(ffn(8, 12), ImageRouter(8, 1), 1, shared_init="zero_out")
+    x = torch.randn(3, 5, 8)
+    assert not made.shared(x).any()
+    dense = ffn(8, 12)
+    made.load_state_dict(dense.state_dict())
+    torch.testing.assert_close(made(x), dense(x))
+    trained = {name: torch.randn_like(value) for name, value in made.state_dict().items()}
+    made.load_state_dict(trained)
+    torch.testing.assert_close(made.state_dict(), trained)
+
+
+def test_no_dense_network_stands_for_a_shared_and_a_routed_expert():
+    with pytest.raises(ValueError, match="has shared experts: the sum of a shared and a routed expert is no network"):
+        timm_moe.to_dense(timm.create_model("vimoe_s14_shared", **DINO))
+
+
 def test_image_routing_needs_images():
     with pytest.raises(ValueError, match=r"needs tokens of shape \(B, N, D\), .* got \(4, 8\)"):
         ImageRouter(8, 2)(torch.randn(4, 8))
@@ -81,6 +99,7 @@ DINO = dict(img_size=28, embed_dim=32, depth=4, num_heads=2, num_classes=5, init
         ("vimoe_s14", dict(gate_mode="one"), 1),
         ("vimoe_s14", dict(routing_unit="token", gate_mode="renorm"), 1),
         ("vimoe_s14_shared", dict(gate_mode="one"), 2),
+        ("vimoe_s14_shared", dict(gate_mode="one", shared_init="zero_out"), 1),
     ],
 )
 def test_upcycled_models_compute_what_their_gates_say(tmp_path, name, options, factor):
@@ -122,6 +141,7 @@ def test_dense_prediction():
         ({"routing_unit": "batch"}, "routing_unit must be one of token, image, got 'batch'"),
         ({"gate_mode": "sum"}, "gate_mode must be one of prob, one, renorm, got 'sum'"),
         ({"shared_expert": "yes"}, "shared_expert must be True or False, got 'yes'"),
+        ({"shared_expert": True, "shared_init": "zero"}, "shared_init must be one of pretrained, zero_out, got 'zero'"),
     ],
 )
 def test_bad_options(options, message):
