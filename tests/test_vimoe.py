@@ -84,6 +84,24 @@ def test_no_dense_network_stands_for_a_shared_and_a_routed_expert():
         timm_moe.to_dense(timm.create_model("vimoe_s14_shared", **DINO))
 
 
+@pytest.mark.parametrize("options", [dict(class_token=False, global_pool="avg"), dict()])
+def test_image_routing_needs_a_class_token(options):
+    name = "vit_tiny_patch16_224" if options else "swin_tiny_patch4_window7_224"
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    with pytest.raises(ValueError, match=f"the class token of an image choose, but this {type(model).__name__} has"):
+        timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
+
+
+def test_the_dense_control_is_the_sum_of_two_networks():
+    """ViMoE, table 6: two networks, both always on."""
+    control = timm.create_model("vimoe_s14", num_experts=2, top_k=2, gate_mode="one", **DINO).eval()
+    layer = timm_moe.moe_layers(control)["blocks.3.mlp"]
+    x = torch.randn(2, 5, 32)
+    experts = [layer.to_ffn({n: w[e].detach() for n, w in layer.named_expert_parameters()}) for e in range(2)]
+    torch.testing.assert_close(layer(x), experts[0](x) + experts[1](x))
+
+
 def test_image_routing_needs_images():
     with pytest.raises(ValueError, match=r"needs tokens of shape \(B, N, D\), .* got \(4, 8\)"):
         ImageRouter(8, 2)(torch.randn(4, 8))

@@ -146,6 +146,10 @@ def convert_to_moe(
     _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options | shared_options)
     if not isinstance(shared_expert, bool):
         raise ValueError(f"shared_expert must be True or False, got {shared_expert!r}.")
+    if routing_unit == "image" and getattr(model, "cls_token", None) is None:
+        raise ValueError(
+            f"routing_unit='image' lets the class token of an image choose, but this {type(model).__name__} has none."
+        )
     _check_ensemble(model, ensemble, ensemble_size, top_k, routing_unit)
     share_rate, share_schedule = _sharing(router, num_experts, share_rate, share_schedule)
     common: dict[str, Any] = dict(
