@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import timm_moe
+from timm_moe import data
+from timm_moe.evaluation import evaluate
 
 SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
 pytestmark = pytest.mark.skipif(
@@ -296,3 +298,14 @@ def test_an_ensemble_is_no_student(images, tmp_path):
     options = ["--kd-model-name", "vit_tiny_patch16_224"]
     with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
         train(tmp_path, images, *family("vmoe_pbe_s32"), *options, epochs=1)
+
+
+def test_evaluate_measures_what_validate_does(run, images, tmp_path):
+    checkpoint = run[0] / "output/train/a/last.pth.tar"
+    log = script(
+        "validate.py", tmp_path, *XTINY, "--checkpoint", checkpoint, "--data-dir", images, "--split", "test",
+        *("--device", "cpu", "-b", 8, "-j", 1),
+    )  # fmt: skip
+    inference = data.Inference(batch_size=8, workers=1, device="cpu")
+    result = evaluate([checkpoint], data.image_folder(images, "test"), inference=inference)
+    assert round(100 - 100 * result["error"], 3) == float(top1(log))

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from timm.utils import ParseKwargs
 
 from .callbacks.export import export_dense
 from .callbacks.source import ModelSpec, describe
 from .checkpoints.vmoe import import_checkpoint
+from .data import Inference, image_folder
+from .files import check_writable, write_json
 from .gather import GATHERS
 from .info import model_info, registered_models
 from .papers import comparisons
@@ -77,11 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how the experts become one network (default: %(default)s)",
     )
     export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
-    model = export.add_argument_group(
-        "model", "only for files that do not say it themselves; train.py's checkpoints do"
-    )
-    model.add_argument("--model", metavar="NAME", help="registered name")
-    _add_model_options(model)
+    _add_spec_options(export)
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
     export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
     export.set_defaults(command=_export)
@@ -96,6 +95,24 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(info)
     info.set_defaults(command=_info)
 
+    evaluate = commands.add_parser("evaluate", help="accuracy, calibration and diversity of a classifier or ensemble")
+    evaluate.add_argument(
+        "sources",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="train.py checkpoint, safetensors file, folder or hf-hub: name; several are an ensemble",
+    )
+    _add_data_options(evaluate)
+    evaluate.add_argument(
+        "--ood-data-dir",
+        metavar="DIR",
+        help="folder of images of other classes, which its confidence should tell apart",
+    )
+    evaluate.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
+    evaluate.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
+    evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    evaluate.set_defaults(command=_evaluate)
+
     import_vmoe = commands.add_parser("import-vmoe", help="convert an official V-MoE checkpoint (JAX) for timm")
     import_vmoe.add_argument(
         "prefix", metavar="PREFIX", help="what the names of the checkpoint's .index and .data files have in common"
@@ -104,6 +121,32 @@ def _parser() -> argparse.ArgumentParser:
     import_vmoe.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     import_vmoe.set_defaults(command=_import_vmoe)
     return parser
+
+
+def _add_spec_options(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group(
+        "model", "only for files that do not say it themselves; train.py's checkpoints do"
+    )
+    model.add_argument("--model", metavar="NAME", help="registered name")
+    _add_model_options(model)
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    """Images and how to run a checkpoint on them, named as in timm's validate.py."""
+    parser.add_argument("--data-dir", required=True, metavar="DIR", help="folder of images")
+    parser.add_argument("--split", default="validation", metavar="NAME", help="folder in it (default: %(default)s)")
+    parser.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
+    parser.add_argument("-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "-j", "--workers", type=int, default=4, metavar="N", help="processes that load images (default: %(default)s)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="as torch names it (default: cuda if there is one, else cpu)")
+    parser.add_argument("--amp", action="store_true", help="run the model in mixed precision")
+    parser.add_argument(
+        "--amp-dtype", default="float16", choices=["float16", "bfloat16"], help="(default: %(default)s)"
+    )
+    parser.add_argument("--use-ema", action="store_true", help="take the EMA weights of the checkpoint")
+    _add_spec_options(parser)
 
 
 def _add_model_options(group: Any) -> None:
@@ -131,7 +174,7 @@ def _export(args: argparse.Namespace) -> None:
         args.source,
         args.output_dir,
         args.method,
-        spec=ModelSpec(args.model, args.num_classes, args.model_kwargs),
+        spec=_spec(args),
         use_ema=args.use_ema,
         overwrite=args.overwrite,
         allow_nonfinite=args.allow_nonfinite,
@@ -144,6 +187,32 @@ def _export(args: argparse.Namespace) -> None:
     if result.routed:
         print("Its experts were routed, so it is not the model that was trained: validate it before you use it.")
     print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
+
+
+def _spec(args: argparse.Namespace) -> ModelSpec:
+    return ModelSpec(args.model, args.num_classes, args.model_kwargs)
+
+
+def _inference(args: argparse.Namespace) -> Inference:
+    amp_dtype = getattr(torch, args.amp_dtype) if args.amp else None
+    return Inference(args.batch_size, args.workers, args.device, amp_dtype)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from .evaluation import evaluate, table  # needs torchmetrics
+
+    if args.json:
+        check_writable(args.json, args.overwrite)
+    images = image_folder(args.data_dir, args.split, args.class_map)
+    ood_split = args.split if args.ood_split is None else args.ood_split
+    ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
+    result = evaluate(
+        args.sources, images, ood_images, spec=_spec(args), use_ema=args.use_ema, inference=_inference(args)
+    )
+    print("\n".join([*args.sources, table(result)]))
+    if args.json:
+        settings = ("sources", "use_ema", "data_dir", "split", "ood_data_dir", "batch_size", "amp")
+        write_json(args.json, {**{name: getattr(args, name) for name in settings}, "metrics": result})
 
 
 def _list(args: argparse.Namespace) -> None:

@@ -1,0 +1,226 @@
+"""Evaluation of classifiers and ensembles on folders of images, against computations by hand."""
+
+import argparse
+import json
+import sys
+from itertools import combinations
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import SMALL_VIT, SMALL_VIT_KWARGS
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from timm_moe.cli import main
+from timm_moe.data import Inference, image_folder
+from timm_moe.evaluation import evaluate
+
+pytest.importorskip("torchmetrics")
+
+HERE = Inference(batch_size=7, workers=0, device="cpu")
+CLASSES = 5
+
+
+def write_images(folder, number, seed):
+    random = np.random.default_rng(seed)
+    for label in range(CLASSES):
+        (folder / f"class{label}").mkdir(parents=True)
+        for index in range(number):
+            pixels = random.integers(0, 256, (32, 32, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"class{label}/{index}.png")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_images(folder / "val", 6, 0)
+    write_images(folder / "other", 4, 1)
+    return folder
+
+
+@pytest.fixture
+def model():
+    return make_model("vit_tiny_patch16_224", 1)
+
+
+def make_model(name, seed, **options):
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **SMALL_VIT, **options).eval()
+    nn.init.normal_(model.head.weight, std=0.3)
+    return model
+
+
+def save_as_train_py(model, name, file, mean=0.5):
+    """A checkpoint as train.py writes it, of a run that kept images as they are and normalised them by ``mean``."""
+    kwargs = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
+    args = dict(model=name, num_classes=CLASSES, model_kwargs=kwargs, img_size=32, crop_pct=1.0)
+    args |= dict(mean=[mean] * 3, std=[0.5] * 3)
+    torch.save({"state_dict": model.state_dict(), "args": argparse.Namespace(**args)}, file)
+    return file
+
+
+@torch.no_grad()
+def probabilities_and_labels(model, folder, mean=0.5):
+    files = sorted(folder.glob("*/*.png"))
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files]).permute(0, 3, 1, 2)
+    labels = np.array([int(file.parent.name[-1]) for file in files])
+    return model((pixels / 255 - mean) / 0.5).softmax(1).double().numpy(), labels
+
+
+def nll(p, labels):
+    return -np.log(p[np.arange(len(labels)), labels]).mean()
+
+
+def test_one_classifier(data, model, tmp_path):
+    checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
+    result = evaluate([checkpoint], image_folder(data), inference=HERE)
+    p, labels = probabilities_and_labels(model, data / "val")
+    right = p.argmax(1) == labels
+    bins = np.ceil(p.max(1) * 15).astype(int)
+    gaps = [abs((right[bins == b] - p.max(1)[bins == b]).sum()) for b in range(16)]
+    assert (result.pop("images"), result.pop("members")) == (30, 1)
+    assert result.pop("error") == (~right).mean()
+    assert result == pytest.approx(
+        {"nll": nll(p, labels), "ece": sum(gaps) / 30, "brier": ((p - np.eye(5)[labels]) ** 2).sum(1).mean()}, rel=1e-5
+    )
+
+
+def test_an_ensemble_of_models_with_preprocessings_of_their_own(data, model, tmp_path):
+    routed = make_model("vit_tiny_moe", 2)
+    checkpoints = [
+        save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar"),
+        save_as_train_py(routed, "vit_tiny_moe", tmp_path / "b.pth.tar", mean=0.3),
+    ]
+    result = evaluate(checkpoints, image_folder(data), inference=HERE)
+    p, labels = probabilities_and_labels(model, data / "val")
+    q, _ = probabilities_and_labels(routed, data / "val", mean=0.3)
+    error = ((p + q).argmax(1) != labels).mean()
+    apart = (p.argmax(1) != q.argmax(1)).mean()
+    cosine = (p * q).sum(1) / np.linalg.norm(p, axis=1) / np.linalg.norm(q, axis=1)
+    expected = {
+        "members": 2,
+        "nll": nll((p + q) / 2, labels),
+        "error": error,
+        "mean_member_nll": (nll(p, labels) + nll(q, labels)) / 2,
+        "mean_member_error": ((p.argmax(1) != labels).mean() + (q.argmax(1) != labels).mean()) / 2,
+        "pairwise_kl": (p * np.log(p / q)).sum(1).mean(),
+        "cosine_similarity": cosine.mean(),
+        "disagreement": apart,
+        "normalized_disagreement": apart / error,
+    }
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert apart > 0
+
+
+def test_members_of_ensembles_and_other_models_stand_side_by_side(data):
+    images = image_folder(data)
+    models = [make_model("vit_tiny_patch16_224", seed) for seed in (1, 2, 3)]
+    single = [evaluate([model], images, inference=HERE) for model in models]
+    pairs = [evaluate(pair, images, inference=HERE) for pair in combinations(models, 2)]
+    one, two, three = models
+    ensemble = make_model("vit_tiny_patch16_224", 4)
+    ensemble.forward_members = lambda x: torch.stack([one(x), two(x)], 1)
+    result = evaluate([ensemble, three], images, inference=HERE)
+    assert result["members"] == 3
+    for name in ("nll", "error"):
+        assert result[f"mean_member_{name}"] == pytest.approx(sum(values[name] for values in single) / 3)
+    for name in ("pairwise_kl", "cosine_similarity", "disagreement"):
+        assert result[name] == pytest.approx(sum(values[name] for values in pairs) / 3)
+
+
+def test_other_data_are_told_by_confidence(data, model, tmp_path):
+    checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
+    result = evaluate([checkpoint], image_folder(data), image_folder(data, "other"), inference=HERE)
+    inside, outside = (probabilities_and_labels(model, data / name)[0].max(1) for name in ("val", "other"))
+    assert result["ood_images"] == 20
+    assert result["auroc"] == pytest.approx((inside[:, None] > outside).mean())
+    threshold = np.sort(inside)[::-1][28]  # lets 29 of 30 pass, the first share of at least 95 %
+    assert result["fpr_at_95"] == pytest.approx((outside >= threshold).mean())
+
+
+def test_autocast(data, model):
+    precise, coarse = (
+        evaluate([model], image_folder(data), inference=Inference(30, 0, "cpu", dtype))
+        for dtype in (None, torch.bfloat16)
+    )
+    assert 0 < abs(precise["nll"] - coarse["nll"]) < 0.1
+
+
+def test_the_command(data, model, tmp_path, capsys):
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(data), "-j", "0", "--device", "cpu"]
+    arguments += ["--ood-data-dir", str(data / "other"), "--ood-split", "", "--json", str(tmp_path / "a.json"), *spec]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert f"NLL                      {written['metrics']['nll']:.4f}" in out
+    assert f"error                    {written['metrics']['error']:.2%}" in out
+    assert written["metrics"]["ood_images"] == 20
+    assert written["sources"] == [str(tmp_path / "a.safetensors")]
+    assert written["data_dir"] == str(data)
+    assert set(written["versions"]) == {"timm_moe", "timm", "torch"}
+    assert main(arguments) == 1
+    assert "a.json exists; pass --overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data-dir", "nowhere"], "There is no data folder nowhere."),
+        (
+            ["--data-dir", "{data}", "--split", "test"],
+            "has no split 'test'; its folders begin with other, val: name one",
+        ),
+        (["--data-dir", "{data}/val/class0", "--split", ""], "val/class0 has 1 classes, but a.pth.tar has 5."),
+        (["--data-dir", "empty", "--split", ""], "empty has no image of a class in its split ''"),
+        (["b.pth.tar", "--data-dir", "{data}"], "b.pth.tar has 3 classes, but a.pth.tar has 5: the members"),
+        (["c.pth.tar", "--data-dir", "{data}"], "c.pth.tar is neither a file nor a folder"),
+        (["--data-dir", "{data}", "--ood-data-dir", "nowhere"], "There is no data folder nowhere."),
+        (["--data-dir", "{data}", "--json", "no/a.json"], "There is no folder no to write a.json in."),
+        (["--data-dir", "{data}", "--json", "empty"], "empty is a folder"),
+        (["--data-dir", "{data}", "--use-ema"], "a.pth.tar has no EMA weights"),
+    ],
+)
+def test_errors_are_one_sentence_before_any_forward(data, model, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    save_as_train_py(model, "vit_tiny_patch16_224", "a.pth.tar")
+    model.reset_classifier(3)
+    checkpoint = torch.load(save_as_train_py(model, "vit_tiny_patch16_224", "b.pth.tar"), weights_only=False)
+    checkpoint["args"].num_classes = 3
+    torch.save(checkpoint, "b.pth.tar")
+    monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run."))
+    files = [argument for argument in arguments if argument.endswith(".pth.tar")]
+    options = [argument.format(data=data) for argument in arguments[len(files) :]]
+    assert main(["evaluate", "a.pth.tar", *files, *options, "-j", "0", "--device", "cpu"]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_outputs_that_are_not_finite(data, model):
+    nn.init.constant_(model.head.bias, float("nan"))
+    with pytest.raises(ValueError, match=r"VisionTransformer gives outputs that are NaN or Inf\."):
+        evaluate([model], image_folder(data), inference=HERE)
+
+
+def test_without_torchmetrics(data, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    monkeypatch.delitem(sys.modules, "timm_moe.metrics", raising=False)
+    monkeypatch.delitem(sys.modules, "timm_moe.evaluation", raising=False)
+    monkeypatch.delattr("timm_moe.metrics", raising=False)
+    assert main(["evaluate", "a.pth.tar", "--data-dir", str(data)]) == 1
+    assert "pip install torchmetrics" in capsys.readouterr().err
+
+
+def test_progress_is_told(data, model, monkeypatch, caplog):
+    monkeypatch.setattr("timm_moe.data.PROGRESS_INTERVAL", -1.0)
+    with caplog.at_level("INFO", "timm_moe"):
+        evaluate([model], image_folder(data), inference=HERE)
+    assert f"{data / 'val'}: 7 of 30 images ..." in caplog.messages

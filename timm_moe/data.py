@@ -1,0 +1,167 @@
+"""Classifiers and a folder of images to run them on, checked against each other before the first forward."""
+
+import copy
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import ImageDataset, create_dataset, create_loader, resolve_data_config
+from torch import Tensor, nn
+
+from .callbacks.source import ModelSpec, load_source
+from .model_config import model_input_size
+
+_logger = logging.getLogger(__name__)
+
+Source = nn.Module | str | Path
+
+#: Seconds between two lines about the progress.
+PROGRESS_INTERVAL = 10.0
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How forwards are run.
+
+    Attributes:
+        batch_size: images of a forward.
+        workers: processes that load images; 0 loads them in this one.
+        device: as torch names it; by default the GPU if there is one.
+        amp_dtype: run the models under autocast to this type.
+    """
+
+    batch_size: int = 256
+    workers: int = 4
+    device: str | None = None
+    amp_dtype: torch.dtype | None = None
+
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
+
+
+def image_folder(data_dir: str | Path, split: str = "validation", class_map: str = "") -> ImageDataset:
+    """The images of a split, a folder for each class, found as timm's validate.py finds them.
+
+    Args:
+        data_dir: folder that holds the split's folder.
+        split: its name; timm takes ``val``, ``eval`` and the like for ``validation``. ``""`` for ``data_dir`` itself.
+        class_map: file that numbers the classes, as in timm's scripts; by default they are sorted.
+
+    Raises:
+        FileNotFoundError: if there is no such folder or split, or no image of a class in it.
+    """
+    folder = Path(data_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no data folder {folder}.")
+    try:
+        dataset = create_dataset("", root=str(folder), split=split, class_map=class_map)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{folder} has no image of a class in its split {split!r}.") from error
+    if split and dataset.reader.root == str(folder):  # where timm finds no split, it takes all there is
+        found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())[:5])
+        raise FileNotFoundError(
+            f"{folder} has no split {split!r}; its folders begin with {found}: name one with --split, or --split '' if "
+            "they are the classes."
+        )
+    return dataset
+
+
+def class_names(images: ImageDataset) -> list[str]:
+    """Names of the classes in the order of their numbers."""
+    numbers: dict[str, int] = images.reader.class_to_idx
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def load_classifiers(
+    sources: Sequence[Source],
+    images: ImageDataset,
+    spec: ModelSpec | None = None,
+    use_ema: bool = False,
+    inference: Inference | None = None,
+) -> list[nn.Module]:
+    """The models of several sources on their device in eval mode, all with the classes of the images.
+
+    Args:
+        sources: whatever :func:`timm_moe.callbacks.source.load_source` takes.
+        images: from :func:`image_folder`.
+        spec: model to create for files that do not name it.
+        use_ema: take the EMA weights of train.py's checkpoints.
+        inference: says the device.
+
+    Raises:
+        ValueError: if the number of classes differs between two models, or between model and images; and as
+            ``load_source``.
+    """
+    device = (inference or Inference()).torch_device()
+    models = []
+    for source in sources:
+        if not isinstance(source, nn.Module):
+            _logger.info("Loading %s ...", source)
+        models.append(load_source(source, spec, use_ema))
+    names = [describe_source(source) for source in sources]
+    first = models[0].num_classes
+    for name, model in zip(names, models, strict=True):
+        if model.num_classes != first:
+            raise ValueError(
+                f"{name} has {model.num_classes} classes, but {names[0]} has {first}: the members of an ensemble need "
+                "the same."
+            )
+    found = len(class_names(images))
+    if first != found:
+        raise ValueError(f"{Path(images.reader.root)} has {found} classes, but {names[0]} has {first}.")
+    return [model.to(device).eval() for model in models]
+
+
+def describe_source(source: Source) -> str:
+    """A source by its name."""
+    return type(source).__name__ if isinstance(source, nn.Module) else str(source)
+
+
+def preprocessing(model: nn.Module) -> dict[str, Any]:
+    """What timm's loader does to images for a model: that of its training, at the size that it is built for."""
+    config = resolve_data_config({}, model=model)
+    return {
+        **config,
+        "input_size": model_input_size(model),
+        "mean": tuple(config["mean"]),
+        "std": tuple(config["std"]),
+    }
+
+
+def batches(
+    models: Sequence[nn.Module], images: ImageDataset, inference: Inference
+) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """All images in batches on the device, in order: (B, C, H, W) for each model, and their labels (B,).
+
+    Models of the same preprocessing share a loader. The log tells the progress.
+    """
+    configs = [preprocessing(model) for model in models]
+    distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
+    loaders = [_loader(images, config, inference) for config in distinct]
+    done, told = 0, time.monotonic()
+    for parts in zip(*loaders, strict=True):
+        labels = parts[0][1]
+        yield [parts[distinct.index(config)][0] for config in configs], labels
+        done += len(labels)
+        if time.monotonic() - told > PROGRESS_INTERVAL:
+            told = time.monotonic()
+            _logger.info("%s: %s of %s images ...", Path(images.reader.root), f"{done:,}", f"{len(images):,}")
+
+
+def _loader(images: ImageDataset, config: dict[str, Any], inference: Inference) -> Any:
+    images = copy.copy(images)  # the transform that the loader sets is its own
+    images.input_img_mode = "RGB" if config["input_size"][0] == 3 else "L"
+    return create_loader(
+        images,
+        **config,
+        batch_size=inference.batch_size,
+        num_workers=inference.workers,
+        device=inference.torch_device(),
+    )

@@ -1,0 +1,141 @@
+"""How good a classifier, or an ensemble of classifiers, is on a folder of images: all of :mod:`timm_moe.metrics`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from timm.data import ImageDataset
+from torch import Tensor, nn
+
+from . import metrics
+from .callbacks.source import ModelSpec
+from .data import Inference, Source, batches, describe_source, load_classifiers
+
+#: What the numbers of an evaluation are called in a table, and their format.
+LABELS = {
+    "images": ("images", "{:,}"),
+    "members": ("members", "{:,}"),
+    "nll": ("NLL", "{:.4f}"),
+    "error": ("error", "{:.2%}"),
+    "ece": ("ECE, 15 bins", "{:.4f}"),
+    "brier": ("Brier score", "{:.4f}"),
+    "mean_member_nll": ("mean NLL of a member", "{:.4f}"),
+    "mean_member_error": ("mean error of a member", "{:.2%}"),
+    "pairwise_kl": ("KL of two members", "{:.4f}"),
+    "cosine_similarity": ("cosine of two members", "{:.4f}"),
+    "disagreement": ("disagreement", "{:.2%}"),
+    "normalized_disagreement": ("disagreement / error", "{:.4f}"),
+    "ood_images": ("images of other data", "{:,}"),
+    "auroc": ("AUROC", "{:.4f}"),
+    "fpr_at_95": ("FPR at 95% TPR", "{:.2%}"),
+}
+
+
+def evaluate(
+    sources: Sequence[Source],
+    images: ImageDataset,
+    ood_images: ImageDataset | None = None,
+    *,
+    spec: ModelSpec | None = None,
+    use_ema: bool = False,
+    inference: Inference | None = None,
+) -> dict[str, float]:
+    """Measure one classifier, or the ensemble of all members of several.
+
+    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any other is one. The
+    ensemble predicts the mean of its members' probabilities (pBE, arXiv 2110.03360, section 4).
+
+    Args:
+        sources: of the models, as :func:`timm_moe.callbacks.source.load_source` takes them.
+        images: from :func:`timm_moe.data.image_folder`.
+        ood_images: images of another distribution, to be told from the first by the largest mean probability; their
+            classes do not matter.
+        spec: model to create for files that do not name it.
+        use_ema: take the EMA weights of train.py's checkpoints.
+        inference: how forwards are run.
+
+    Returns:
+        The keys of :data:`LABELS`: the first six; with several members the next six, means over members or pairs of
+        them; with other images the last three. Errors and rates are shares, NLL and KL are in nats.
+
+    Raises:
+        ValueError: if the classes of models and images differ, or an output is NaN; and as ``load_source``.
+    """
+    inference = inference or Inference()
+    models = load_classifiers(sources, images, spec, use_ema, inference)
+    names = [describe_source(source) for source in sources]
+    of_ensemble = {
+        "nll": metrics.NegativeLogLikelihood(),
+        "error": metrics.ErrorRate(),
+        "ece": metrics.CalibrationError(models[0].num_classes),  # type: ignore[arg-type]
+        "brier": metrics.BrierScore(),
+    }
+    of_member = {"mean_member_nll": metrics.NegativeLogLikelihood(), "mean_member_error": metrics.ErrorRate()}
+    of_pairs = {
+        "pairwise_kl": metrics.PairwiseKL(),
+        "cosine_similarity": metrics.CosineSimilarity(),
+        "disagreement": metrics.Disagreement(),
+        "normalized_disagreement": metrics.NormalizedDisagreement(),
+    }
+    of_confidence = {"auroc": metrics.AUROC(), "fpr_at_95": metrics.FPRAt95()}
+
+    members = 0
+    for log_p_BMC, labels in predictions(models, names, images, inference):
+        members = log_p_BMC.shape[1]
+        _update(of_ensemble, log_p_BMC, labels)
+        if members > 1:
+            _update(of_member, log_p_BMC.flatten(0, 1), labels.repeat_interleave(members))
+            _update(of_pairs, log_p_BMC, labels)
+        if ood_images is not None:
+            _update(of_confidence, _confidence(log_p_BMC), torch.ones_like(labels))
+    result = {"images": len(images), "members": members, **_values(of_ensemble)}
+    if members > 1:
+        result |= {**_values(of_member), **_values(of_pairs)}
+    if ood_images is not None:
+        for log_p_BMC, labels in predictions(models, names, ood_images, inference):
+            _update(of_confidence, _confidence(log_p_BMC), torch.zeros_like(labels))
+        result |= {"ood_images": len(ood_images), **_values(of_confidence)}
+    return result
+
+
+@torch.inference_mode()
+def predictions(
+    models: Sequence[nn.Module], names: Sequence[str], images: ImageDataset, inference: Inference
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Log-probabilities (B, M, C) of all members of all models, and labels (B,), batch by batch, in float64 on the CPU.
+
+    In float32 the normalisation could round two logits to the same probability, and thus change a prediction.
+    """
+    for inputs, labels in batches(models, images, inference):
+        parts = []
+        for name, model, x in zip(names, models, inputs, strict=True):
+            with inference.autocast():
+                logits = _member_logits(model, x)
+            log_p = logits.cpu().double().log_softmax(2)
+            if log_p.isnan().any():
+                raise ValueError(f"{name} gives outputs that are NaN or Inf.")
+            parts.append(log_p)
+        yield torch.cat(parts, 1), labels.cpu()
+
+
+def _member_logits(model: nn.Module, x: Tensor) -> Tensor:
+    forward_members = getattr(model, "forward_members", None)
+    return model(x).unsqueeze(1) if forward_members is None else forward_members(x)
+
+
+def _confidence(log_p_BMC: Tensor) -> Tensor:
+    return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
+
+
+def _update(group: Mapping[str, metrics.Metric], *batch: Tensor) -> None:
+    for metric in group.values():
+        metric.update(*batch)
+
+
+def _values(group: Mapping[str, metrics.Metric]) -> dict[str, float]:
+    return {name: metric.compute().item() for name, metric in group.items()}
+
+
+def table(result: dict[str, float]) -> str:
+    """An evaluation to be read, a line for each number."""
+    shown = {LABELS[name]: value for name, value in result.items()}
+    return "\n".join(f"  {label:<24} {layout.format(value)}" for (label, layout), value in shown.items())
