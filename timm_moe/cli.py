@@ -13,11 +13,13 @@ from timm.utils import ParseKwargs
 from .callbacks.export import export_dense
 from .callbacks.source import ModelSpec, describe
 from .checkpoints.vmoe import import_checkpoint
-from .data import Inference, image_folder
+from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
 from .gather import GATHERS
 from .info import model_info, registered_models
 from .papers import comparisons
+from .routes import check_output, collect_routes, summarize_all, write_routes
+from .routes import table as routes_table
 from .version import __version__
 
 
@@ -112,6 +114,23 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
     evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     evaluate.set_defaults(command=_evaluate)
+
+    routes = commands.add_parser("routes", help="which classes a routed model sends to which experts")
+    routes.add_argument(
+        "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
+    )
+    routes.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder for routes.png, routes.csv and routes.json")
+    _add_data_options(routes)
+    routes.add_argument(
+        "--threshold",
+        type=float,
+        default=0.25,
+        metavar="X",
+        help="a layer is worth keeping if class and expert have this times log N more mutual information than by "
+        "chance (default: %(default)s)",
+    )
+    routes.add_argument("--overwrite", action="store_true", help="replace results in the folder")
+    routes.set_defaults(command=_routes)
 
     import_vmoe = commands.add_parser("import-vmoe", help="convert an official V-MoE checkpoint (JAX) for timm")
     import_vmoe.add_argument(
@@ -211,8 +230,24 @@ def _evaluate(args: argparse.Namespace) -> None:
     )
     print("\n".join([*args.sources, table(result)]))
     if args.json:
-        settings = ("sources", "use_ema", "data_dir", "split", "ood_data_dir", "batch_size", "amp")
-        write_json(args.json, {**{name: getattr(args, name) for name in settings}, "metrics": result})
+        settings = _settings(args, "sources", "use_ema", "data_dir", "split", "ood_data_dir", "batch_size", "amp")
+        write_json(args.json, {**settings, "metrics": result})
+
+
+def _routes(args: argparse.Namespace) -> None:
+    check_output(args.output_dir, args.overwrite)
+    images = image_folder(args.data_dir, args.split, args.class_map)
+    inference = _inference(args)
+    (model,) = load_classifiers([args.source], images, _spec(args), args.use_ema, inference)
+    all_routes = collect_routes(model, images, inference)
+    summary = summarize_all(all_routes, args.threshold)
+    settings = _settings(args, "source", "use_ema", "data_dir", "split", "threshold", "amp")
+    write_routes(all_routes, {**settings, **summary}, args.output_dir)
+    print("\n".join([args.source, routes_table(summary)]))
+
+
+def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
 
 
 def _list(args: argparse.Namespace) -> None:

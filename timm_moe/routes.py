@@ -1,0 +1,326 @@
+"""Which classes go to which experts: the routing analysis of ViMoE (arXiv 2410.15732, figures 4, 5 and 8).
+
+Shape suffixes: I images, C classes, E experts, T rows, K choices of a row.
+"""
+
+import csv
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import ImageDataset
+from torch import Tensor, nn
+
+from .convert import moe_layers
+from .data import Inference, batches, class_names
+from .files import check_writable, write_json, written_whole
+from .layers import MoeMlp, TopKRouter
+from .layers.dispatch import Routing
+from .layers.routing import RandomPartition
+
+_logger = logging.getLogger(__name__)
+
+#: Random assignments of labels to images over which the mutual information by chance is averaged.
+SHUFFLES = 10
+#: Widest and highest that the panels of the plot may get together, and one of them, in inches.
+PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the images went in one call of a router.
+
+    Attributes:
+        layer: name of the expert layer; of one that is called several times in a forward, with the number of the call.
+        top_k: experts of each row.
+        count_IE: choices of each image's rows for each expert.
+        labels: (I,) class of each image, as an index of ``classes``.
+        classes: names of the classes that have images.
+    """
+
+    layer: str
+    top_k: int
+    count_IE: Tensor
+    labels: Tensor
+    classes: list[str]
+
+    def count_CE(self) -> Tensor:
+        """Choices of each class for each expert."""
+        return _sum_by_class(self.count_IE, self.labels, len(self.classes))
+
+    def share_CE(self) -> Tensor:
+        """The heatmap: share of a class's choices that went for each expert; rows sum to 1."""
+        count_CE = self.count_CE()
+        return count_CE / count_CE.sum(1, keepdim=True)
+
+    def degree(self) -> int:
+        """Number of different sets of experts that a row can have, C(E, K)."""
+        return math.comb(self.count_IE.shape[1], self.top_k)
+
+
+def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference | None = None) -> list[Routes]:
+    """Run a model on images and note what its routers decide, in the order of their calls.
+
+    Capacities are not in force, so that every choice has a place at its expert. A token is of the class of its image.
+
+    Args:
+        model: from :func:`timm_moe.data.load_classifiers`.
+        images: from :func:`timm_moe.data.image_folder`.
+        inference: how forwards are run.
+
+    Raises:
+        ValueError: if the model has no expert layers, or all of them are random partitions.
+    """
+    inference = inference or Inference()
+    counts, labels = [], []
+    with torch.inference_mode(), _watched(routed_layers(model)) as calls:
+        for (inputs,), batch_labels in batches([model], images, inference):
+            calls.clear()
+            with inference.autocast():
+                model(inputs)
+            counts.append([_count_choices(routing, len(batch_labels)) for _, routing in calls])
+            labels.append(batch_labels.cpu())
+    present, indices = torch.cat(labels).unique(return_inverse=True)
+    classes = [class_names(images)[number] for number in present.tolist()]
+    return [
+        Routes(name, routing.place.shape[1], torch.cat(parts), indices, classes)
+        for name, (_, routing), parts in zip(_call_names(calls), calls, zip(*counts, strict=True), strict=True)
+    ]
+
+
+def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
+    """The expert layers that have a router which looks at the rows.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
+    routed = {name: layer for name, layer in layers.items() if not isinstance(layer.router, RandomPartition)}
+    if not routed:
+        raise ValueError("All expert layers of this model are random partitions, which do not depend on the images.")
+    return routed
+
+
+@contextmanager
+def _watched(layers: Mapping[str, MoeMlp]) -> Iterator[list[tuple[str, Routing]]]:
+    """A list to which every call of a router adds its layer and decision; meanwhile nothing is dropped."""
+    calls: list[tuple[str, Routing]] = []
+
+    def note(name: str, router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
+        calls.append((name, routing))
+
+    handles = [layer.router.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
+    routers = [layer.router for layer in layers.values() if isinstance(layer.router, TopKRouter)]
+    factors = [router.eval_capacity_factor for router in routers]
+    for router in routers:
+        router.eval_capacity_factor = None
+    try:
+        yield calls
+    finally:
+        for router, factor in zip(routers, factors, strict=True):
+            router.eval_capacity_factor = factor
+        for handle in handles:
+            handle.remove()
+
+
+def _count_choices(routing: Routing, images: int) -> Tensor:
+    """(I, E) choices of each image for each expert; the rows of an image stand together."""
+    end_E = torch.tensor(routing.sizes, device=routing.place.device).cumsum(0)
+    expert_IN = torch.searchsorted(end_E, routing.place.contiguous(), right=True).reshape(images, -1)
+    count_IE = expert_IN.new_zeros(images, len(routing.sizes))
+    return count_IE.scatter_add_(1, expert_IN, torch.ones_like(expert_IN)).int().cpu()
+
+
+def _call_names(calls: Sequence[tuple[str, Routing]]) -> list[str]:
+    total, seen = Counter(name for name, _ in calls), Counter[str]()
+    names = []
+    for name, _ in calls:
+        seen[name] += 1
+        names.append(name if total[name] == 1 else f"{name} (call {seen[name]})")
+    return names
+
+
+def _sum_by_class(count_IE: Tensor, labels: Tensor, classes: int) -> Tensor:
+    return torch.zeros(classes, count_IE.shape[1], dtype=torch.double).index_add_(0, labels, count_IE.double())
+
+
+def mutual_information(count_CE: Tensor) -> float:
+    """Nats that the expert of a choice tells about its class, and the other way round, from counts of both."""
+    p_CE = count_CE / count_CE.sum()
+    entropies = [torch.special.entr(p).sum() for p in (p_CE.sum(0), p_CE.sum(1), p_CE)]
+    return max(0.0, (entropies[0] + entropies[1] - entropies[2]).item())
+
+
+def mutual_information_by_chance(routes: Routes) -> float:
+    """The mutual information of experts and labels that are shuffled over the images.
+
+    It is above 0, the more so the fewer images a class has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shuffled = [routes.labels[torch.randperm(len(routes.labels), generator=generator)] for _ in range(SHUFFLES)]
+    counts = (_sum_by_class(routes.count_IE, labels, len(routes.classes)) for labels in shuffled)
+    return sum(map(mutual_information, counts)) / SHUFFLES
+
+
+def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
+    """The numbers of one layer.
+
+    Returns:
+        ``load``, share of each expert of all choices; ``mean_largest_share``, of a class that goes to one expert;
+        ``mutual_information`` of class and expert and ``mutual_information_by_chance`` in nats, the first also
+        ``normalized`` by log E; ``experts_per_image``, the mean number of different ones; and whether the layer's
+        experts are worth to be ``kept``: the information exceeds that by chance by ``threshold`` times log E.
+    """
+    count_CE = routes.count_CE()
+    experts = count_CE.shape[1]
+    largest = math.log(experts) or 1.0  # a single expert tells nothing
+    information, chance = mutual_information(count_CE), mutual_information_by_chance(routes)
+    return {
+        "layer": routes.layer,
+        "experts": experts,
+        "top_k": routes.top_k,
+        "load": (count_CE.sum(0) / count_CE.sum()).tolist(),
+        "mean_largest_share": routes.share_CE().amax(1).mean().item(),
+        "mutual_information": information,
+        "normalized_mutual_information": information / largest,
+        "mutual_information_by_chance": chance,
+        "experts_per_image": (routes.count_IE > 0).sum(1).double().mean().item(),
+        "kept": information - chance >= threshold * largest and experts > 1,
+    }
+
+
+def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
+    """The numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
+
+    The routing degree is the number of ways through the experts, C(E, K)^L in L layers (ViMoE, section 4.3).
+    """
+    layers = [summarize(routes, threshold) for routes in all_routes]
+    kept = [routes.degree() for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]
+    return {
+        "images": len(all_routes[0].labels),
+        "layers": layers,
+        "experts_per_image": sum(layer["experts_per_image"] for layer in layers),
+        "routing_degree": math.prod(routes.degree() for routes in all_routes),
+        "routing_degree_of_kept": math.prod(kept),
+    }
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """A summary to be read."""
+    layers = summary["layers"]
+    width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
+    lines = [f"{'layer':<{width}}  experts  largest share  I(class; expert)  / log N  by chance  experts/image  kept"]
+    for layer in layers:
+        log_n = math.log(layer["experts"]) or 1.0
+        lines += [
+            f"{layer['layer']:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
+            f"  {layer['mutual_information']:>11.3f} nats  {layer['normalized_mutual_information']:>7.3f}"
+            f"  {layer['mutual_information_by_chance'] / log_n:>9.3f}  {layer['experts_per_image']:>13.2f}"
+            f"  {'yes' if layer['kept'] else 'no':>4}",
+            f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
+        ]
+    kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
+    return "\n".join(
+        [
+            *lines,
+            f"images {summary['images']:,}, experts of an image in all layers {summary['experts_per_image']:.2f}",
+            f"routing degree {summary['routing_degree']:,}",
+            f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}",
+        ]
+    )
+
+
+def check_output(output_dir: str | Path, overwrite: bool = False) -> None:
+    """Raise OSError if the results cannot be written; say so in the log if there will be no plot."""
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; the output must be a folder.")
+    if not folder.absolute().parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder.parent} to make {folder.name} in.")
+    if folder.is_dir():
+        for name in ("routes.json", "routes.csv", "routes.png"):
+            check_writable(folder / name, overwrite)
+    if find_spec("matplotlib") is None:
+        _logger.warning("There will be no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
+
+
+def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_dir: str | Path) -> None:
+    """Write ``routes.json``, ``routes.csv`` and, if matplotlib is installed, ``routes.png`` to a folder.
+
+    Args:
+        all_routes: from :func:`collect_routes`.
+        contents: of the JSON file.
+        output_dir: folder, which is made if need be.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "routes.json", contents)
+    with written_whole(folder / "routes.csv") as file, open(file, "w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["layer", "class", "expert", "share"])
+        for routes in all_routes:
+            for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True):
+                writer.writerows([routes.layer, name, expert, share] for expert, share in enumerate(shares))
+    if find_spec("matplotlib") is not None:
+        with written_whole(folder / "routes.png") as file:
+            plot(all_routes, file)
+
+
+def display_order(share_CE: Tensor) -> list[int]:
+    """Classes sorted by their most chosen expert, then by its share, the largest first."""
+    largest_C, expert_C = share_CE.max(1)
+    return sorted(range(len(share_CE)), key=lambda index: (expert_C[index].item(), -largest_C[index].item()))
+
+
+def plot(all_routes: Sequence[Routes], file: Path) -> None:
+    """A heatmap for each layer in one PNG, of the same colours and order of classes, that of the deepest layer."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    heatmaps = [routes.share_CE() for routes in all_routes]
+    order, deepest = display_order(heatmaps[-1]), all_routes[-1]
+    highest = max(share_CE.max().item() for share_CE in heatmaps)
+    width = min(max(0.2 * max(share_CE.shape[1] for share_CE in heatmaps), 1.5), 3.0)
+    height = min(max(0.11 * len(order), 2.5), PANEL_HEIGHT)
+    rows = math.ceil(len(heatmaps) * width / PLOT_WIDTH)
+    columns = math.ceil(len(heatmaps) / rows)
+    size = (width * columns + 2.5, (height + 0.8) * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    for panel, routes, share_CE in zip(panels, all_routes, heatmaps, strict=False):
+        image = panel.imshow(
+            share_CE[order].numpy(), vmin=0, vmax=highest, cmap="viridis", aspect="auto", interpolation="nearest"
+        )
+        panel.set_title(routes.layer, fontsize=8)
+        panel.set_xlabel("expert", fontsize=8)
+        panel.tick_params(labelsize=7, left=False)
+        panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    for panel in panels[len(heatmaps) :]:
+        panel.set_visible(False)
+    for panel in panels[::columns]:
+        panel.set_ylabel(f"{len(order)} classes, in the order of {deepest.layer}", fontsize=8)
+        panel.tick_params(left=True)
+        if height / len(order) >= 0.1:  # room for the names
+            panel.set_yticks(range(len(order)), [deepest.classes[index] for index in order], fontsize=6)
+    length = min(4.0, 0.8 * size[1])
+    bar = figure.colorbar(
+        image,
+        ax=panels.tolist(),
+        fraction=0.2 / size[0],
+        pad=0.2 / size[0],
+        shrink=length / size[1],
+        aspect=length / 0.15,
+    )
+    bar.set_label("share of the class", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(file, format="png", dpi=130)
