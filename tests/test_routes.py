@@ -146,7 +146,7 @@ def test_which_layers_are_kept():
     single = made_up([0] * 8, 1, labels)
     summary = summarize_all([same, apart, single], 0.25)
     assert [layer["kept"] for layer in summary["layers"]] == [False, True, False]
-    assert [layer["normalized_mutual_information"] for layer in summary["layers"]] == pytest.approx([0, 1, 0])
+    assert [layer["normalized"] for layer in summary["layers"]] == pytest.approx([0, 1, 0])
     assert (summary["routing_degree"], summary["routing_degree_of_kept"]) == (4, 2)
     assert summary["experts_per_image"] == 3
 

@@ -126,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.25,
         metavar="X",
-        help="a layer is worth keeping if class and expert have this times log N more mutual information than by "
-        "chance (default: %(default)s)",
+        help="a layer is worth keeping if the mutual information of class and expert, divided by log E, exceeds that "
+        "by chance by this (default: %(default)s)",
     )
     routes.add_argument("--overwrite", action="store_true", help="replace results in the folder")
     routes.set_defaults(command=_routes)

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from .convert import moe_layers
 from .data import Inference, batches, class_names
 from .files import check_writable, write_json, written_whole
-from .layers import MoeMlp, TopKRouter
-from .layers.dispatch import Routing
-from .layers.routing import RandomPartition
+from .layers import MoeMlp, RandomPartition, Routing, TopKRouter
 
 _logger = logging.getLogger(__name__)
 
@@ -176,15 +174,16 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
     """The numbers of one layer.
 
     Returns:
-        ``load``, share of each expert of all choices; ``mean_largest_share``, of a class that goes to one expert;
-        ``mutual_information`` of class and expert and ``mutual_information_by_chance`` in nats, the first also
-        ``normalized`` by log E; ``experts_per_image``, the mean number of different ones; and whether the layer's
-        experts are worth to be ``kept``: the information exceeds that by chance by ``threshold`` times log E.
+        ``load``, share of each expert of all choices; ``mean_largest_share``, the largest share of a class, on average;
+        ``mutual_information`` of class and expert in nats; ``normalized``, that divided by log E, and ``by_chance``,
+        the same for shuffled labels; ``experts_per_image``, the mean number of different ones; and ``kept``, whether
+        the layer's experts are worth keeping: ``normalized`` exceeds ``by_chance`` by at least ``threshold``.
     """
     count_CE = routes.count_CE()
     experts = count_CE.shape[1]
-    largest = math.log(experts) or 1.0  # a single expert tells nothing
-    information, chance = mutual_information(count_CE), mutual_information_by_chance(routes)
+    limit = math.log(experts) or 1.0  # a single expert tells nothing
+    information = mutual_information(count_CE)
+    normalized, by_chance = information / limit, mutual_information_by_chance(routes) / limit
     return {
         "layer": routes.layer,
         "experts": experts,
@@ -192,17 +191,17 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
         "load": (count_CE.sum(0) / count_CE.sum()).tolist(),
         "mean_largest_share": routes.share_CE().amax(1).mean().item(),
         "mutual_information": information,
-        "normalized_mutual_information": information / largest,
-        "mutual_information_by_chance": chance,
+        "normalized": normalized,
+        "by_chance": by_chance,
         "experts_per_image": (routes.count_IE > 0).sum(1).double().mean().item(),
-        "kept": information - chance >= threshold * largest and experts > 1,
+        "kept": normalized - by_chance >= threshold,
     }
 
 
 def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
     """The numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
 
-    The routing degree is the number of ways through the experts, C(E, K)^L in L layers (ViMoE, section 4.3).
+    The routing degree is the number of ways through the experts, C(E, K)^L in L layers.
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
     kept = [routes.degree() for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]
@@ -219,13 +218,12 @@ def table(summary: Mapping[str, Any]) -> str:
     """A summary to be read."""
     layers = summary["layers"]
     width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
-    lines = [f"{'layer':<{width}}  experts  largest share  I(class; expert)  / log N  by chance  experts/image  kept"]
+    lines = [f"{'layer':<{width}}  experts  largest share  I(class; expert)  / log E  by chance  experts/image  kept"]
     for layer in layers:
-        log_n = math.log(layer["experts"]) or 1.0
         lines += [
             f"{layer['layer']:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
-            f"  {layer['mutual_information']:>11.3f} nats  {layer['normalized_mutual_information']:>7.3f}"
-            f"  {layer['mutual_information_by_chance'] / log_n:>9.3f}  {layer['experts_per_image']:>13.2f}"
+            f"  {layer['mutual_information']:>11.3f} nats  {layer['normalized']:>7.3f}"
+            f"  {layer['by_chance']:>9.3f}  {layer['experts_per_image']:>13.2f}"
             f"  {'yes' if layer['kept'] else 'no':>4}",
             f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
         ]
