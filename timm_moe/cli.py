@@ -230,8 +230,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     )
     print("\n".join([*args.sources, table(result)]))
     if args.json:
-        settings = _settings(args, "sources", "use_ema", "data_dir", "split", "ood_data_dir", "batch_size", "amp")
-        write_json(args.json, {**settings, "metrics": result})
+        write_json(args.json, {**_settings(args, "sources", "ood_data_dir", "ood_split"), "metrics": result})
 
 
 def _routes(args: argparse.Namespace) -> None:
@@ -241,13 +240,14 @@ def _routes(args: argparse.Namespace) -> None:
     (model,) = load_classifiers([args.source], images, _spec(args), args.use_ema, inference)
     all_routes = collect_routes(model, images, inference)
     summary = summarize_all(all_routes, args.threshold)
-    settings = _settings(args, "source", "use_ema", "data_dir", "split", "threshold", "amp")
-    write_routes(all_routes, {**settings, **summary}, args.output_dir)
+    write_routes(all_routes, {**_settings(args, "source", "threshold"), **summary}, args.output_dir)
     print("\n".join([args.source, routes_table(summary)]))
 
 
 def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names}
+    """Options by name, and those of all commands that run a checkpoint on images."""
+    common = ("data_dir", "split", "class_map", "batch_size", "amp", "use_ema", "model", "num_classes", "model_kwargs")
+    return {name: getattr(args, name) for name in (*names, *common)}
 
 
 def _list(args: argparse.Namespace) -> None:
