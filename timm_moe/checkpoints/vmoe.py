@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..files import check_writable, written_whole
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
@@ -143,19 +144,12 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
     output = Path(output)
     if output.suffix != ".safetensors":
         raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; pass --overwrite (overwrite=True) to replace it.")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {output.parent} to write {output.name} in.")
+    check_writable(output, overwrite)
     params = read_arrays(prefix)
     state_dict = state_dict_from_flax(params)
     name, kwargs = model_from_flax(params)
-    partial = output.with_name(f".{output.name}.partial")
-    try:
+    with written_whole(output) as partial:
         save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
 
