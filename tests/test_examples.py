@@ -30,3 +30,14 @@ def test_routed_loop(tmp_path):
     assert done.stdout.count("share of an expert min/mean/max") == 6
     accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert accuracies[2] > max(30, accuracies[0])
+
+
+def test_segmentation(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "segmentation.py"), "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    table = [line.split()[-4:] for line in done.stdout.splitlines()[-3:]]
+    parameters, accuracies, ious = ([float(row[column].replace(",", "")) for row in table] for column in range(3))
+    assert parameters == sorted(parameters)
+    assert all(iou < accuracy < 100 for iou, accuracy in zip(ious, accuracies, strict=True))
+    assert max(ious) > 8  # a model that finds the background alone has 82 / 11

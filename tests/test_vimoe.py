@@ -144,13 +144,69 @@ def test_an_image_is_routed_by_itself_in_training_too():
     assert timm_moe.auxiliary_loss(model) > 0
 
 
-def test_dense_prediction():
-    model = timm.create_model("vimoe_s14", routing_unit="token", **DINO)
+BACKBONE = dict(features_only=True, routing_unit="token", **DINO)
+
+
+@pytest.mark.parametrize("name", ["vimoe_s14", "vimoe_s14_shared"])
+@pytest.mark.parametrize(("out_indices", "blocks"), [(2, [2, 3]), ([-1], [3]), ([0, 2], [0, 2]), ([1], [1])])
+def test_feature_maps_for_dense_prediction(name, out_indices, blocks):
+    """They are the patch tokens that the blocks give, the last n for an n."""
+    model = timm.create_model(name, routing_unit="token", **DINO)
+    backbone = timm.create_model(name, out_indices=out_indices, **BACKBONE)
+    backbone.model.load_state_dict(model.state_dict(), strict=False)  # no head, nor blocks behind the last map
+    maps = []
+    for block in blocks:
+        model.blocks[block].register_forward_hook(
+            lambda _, args, tokens: maps.append(tokens[:, 1:].transpose(1, 2).unflatten(2, (2, 2)))
+        )
     images = torch.randn(2, 3, 28, 28)
-    _, features = model.forward_intermediates(images, indices=2)
-    assert [tuple(feature.shape) for feature in features] == [(2, 32, 2, 2)] * 2
-    backbone = timm.create_model("vimoe_s14", features_only=True, routing_unit="token", **DINO)
-    assert [tuple(feature.shape) for feature in backbone(images)] == [(2, 32, 2, 2)] * 3
+    model(images)
+    expected = list(maps)
+    torch.testing.assert_close(backbone(images), expected)
+    torch.testing.assert_close(model.forward_intermediates(images, indices=out_indices)[1], expected)
+    assert backbone.feature_info.module_name() == [f"blocks.{block}" for block in blocks]
+    assert backbone.feature_info.channels() == [32] * len(blocks)
+
+
+def test_a_pretrained_backbone(tmp_path):
+    """DINOv2's weights come without a classifier."""
+    dense = timm.create_model("vit_small_patch14_dinov2", features_only=True, **DINO)
+    norm = {"norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}  # the backbone dropped it
+    save_file(dense.model.state_dict() | norm, tmp_path / "dense.safetensors")
+    overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=0)
+    backbone = timm.create_model("vimoe_s14", True, pretrained_cfg_overlay=overlay, gate_mode="one", **BACKBONE)
+    images = torch.randn(2, 3, 28, 28)
+    torch.testing.assert_close(backbone(images), dense(images), rtol=1e-4, atol=1e-5)
+
+
+def test_training_of_a_backbone():
+    """timm's wrapper does not call the model itself; what gradient checkpointing repeats in backward does not count."""
+    images, weights = torch.randn(2, 3, 28, 28), []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        backbone = timm.create_model("vimoe_s14_shared", **BACKBONE)
+        backbone.model.set_grad_checkpointing(checkpointing)
+        optimizer = torch.optim.SGD(backbone.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = backbone(images)[-1].square().mean() + timm_moe.auxiliary_loss(backbone)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        weights.append(backbone.state_dict())
+        backbone(images)[-1].mean().backward()
+        with pytest.raises(RuntimeError, match="were not added"):
+            optimizer.step()
+    torch.testing.assert_close(*weights)
+
+
+def test_a_backbones_forward_replaces_the_losses_of_the_one_before():
+    backbone = timm.create_model("vimoe_s14", **BACKBONE)
+    first, second = torch.randn(2, 3, 28, 28), torch.randn(2, 3, 28, 28)
+    backbone(second)
+    expected = timm_moe.auxiliary_loss(backbone)
+    backbone(first)
+    backbone(second)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(backbone), expected)
 
 
 @pytest.mark.parametrize(

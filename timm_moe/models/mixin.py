@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..convert import convert_to_moe, moe_layers
+from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
 #: Options of the registered models: those of ``convert_to_moe``.
@@ -46,6 +47,10 @@ class MoeMixin:
                     "model with the moe_layers of the checkpoint."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin_forward(self)  # under features_only=True this is what is called, and not the model, whose hook does it
+        return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
 
     def no_weight_decay(self: Any) -> set[str]:
         """Parameters that timm's optimizers do not decay: those of the stock model, and the experts' biases.

@@ -170,6 +170,8 @@ def create_moe_vit(
         model_class: class of the model.
     """
     out_indices = kwargs.pop("out_indices", 3)
+    if kwargs.get("features_only"):
+        kwargs["num_classes"] = 0  # timm would load DINOv2's weights, which have no classifier, strictly
     model = build_model_with_cfg(
         model_class,
         variant,
