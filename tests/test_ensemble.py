@@ -12,6 +12,7 @@ from conftest import DATA, SMALL_VIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from test_aux_loss import Teacher
 from test_routing import TINY, cases, dense_combine
 from timm.layers import Mlp
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
@@ -262,9 +263,9 @@ def test_a_task_trains_on_the_mean_loss_of_the_members(images, criterion, target
 
 def test_an_ensemble_is_no_student(dense_vit, images):
     with pytest.raises(ValueError, match="LogitDistillationTask cannot train an ensemble such as EnsembleVision"):
-        LogitDistillationTask(ensemble(), dense_vit, nn.CrossEntropyLoss(), verbose=False)
-    teacher = ensemble()
-    task = LogitDistillationTask(dense_vit.train(), teacher, nn.CrossEntropyLoss(), verbose=False)
+        LogitDistillationTask(ensemble(), Teacher(dense_vit), nn.CrossEntropyLoss(), verbose=False)
+    teacher, student = Teacher(ensemble().eval()), dense_vit.train()
+    task = LogitDistillationTask(student, teacher, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
     task(images, torch.tensor([0, 1, 2, 3, 4, 0]))["loss"].backward()
     assert dense_vit.head.weight.grad is not None
 

@@ -220,12 +220,17 @@ def test_options_of_train_py_with_routed_experts(images, tmp_path, options):
     assert len(routing_lines(log)) == 4
 
 
-def test_distillation_into_routed_experts(images, tmp_path):
+@pytest.fixture
+def teacher(tmp_path):
+    """Options of train.py for a small teacher."""
     arguments = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
-    teacher = timm.create_model("vit_tiny_patch16_224", **arguments)
-    save_for_hf(teacher, str(tmp_path / "teacher"), model_args=arguments, safe_serialization=True)
-    options = ["--kd-model-name", f"local-dir:{tmp_path / 'teacher'}", "--task-loss-weight", "0.5"]
-    log = train(tmp_path, images, *ROUTED, *options, epochs=1)
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
+    save_for_hf(model, str(tmp_path / "teacher"), model_args=arguments, safe_serialization=True)
+    return ["--kd-model-name", f"local-dir:{tmp_path / 'teacher'}"]
+
+
+def test_distillation_into_routed_experts(images, tmp_path, teacher):
+    log = train(tmp_path, images, *ROUTED, *teacher, "--task-loss-weight", "0.5", epochs=1)
     assert len(routing_lines(log)) == 4
 
 
@@ -294,10 +299,9 @@ def test_options_of_train_py_with_an_ensemble(images, tmp_path, options):
     assert len(re.findall(r"Routing in blocks\.[13]\.mlp", log)) == 2
 
 
-def test_an_ensemble_is_no_student(images, tmp_path):
-    options = ["--kd-model-name", "vit_tiny_patch16_224"]
+def test_an_ensemble_is_no_student(images, tmp_path, teacher):
     with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
-        train(tmp_path, images, *family("vmoe_pbe_s32"), *options, epochs=1)
+        train(tmp_path, images, *family("vmoe_pbe_s32"), *teacher, epochs=1)
 
 
 def test_evaluate_measures_what_validate_does(run, images, tmp_path):

@@ -163,5 +163,6 @@ def _loader(images: ImageDataset, config: dict[str, Any], inference: Inference) 
         **config,
         batch_size=inference.batch_size,
         num_workers=inference.workers,
+        persistent_workers=inference.workers > 0,
         device=inference.torch_device(),
     )

@@ -81,7 +81,7 @@ def _with_member_loss(init: Any) -> Any:
     @functools.wraps(init)
     def init_and_wrap(self: ClassificationTask, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if has_members(self.trainable_module):
+        if has_members(self):
             self.criterion = MemberLoss(self.criterion)
 
     return init_and_wrap
