@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import timm
+import timm.task
 import torch
 from conftest import DATA, SMALL_VIT
 from hypothesis import given, settings
@@ -270,6 +271,45 @@ def test_an_ensemble_is_no_student(dense_vit, images):
     assert dense_vit.head.weight.grad is not None
 
 
+def test_an_ensemble_has_one_class_for_each_image(images):
+    task_class = getattr(timm.task, "MultiLabelClassificationTask", None)
+    if task_class is not None:  # since timm 1.0.26
+        with pytest.raises(ValueError, match="MultiLabelClassificationTask cannot train an ensemble"):
+            task_class(ensemble(), verbose=False)
+
+
+def test_an_ensemble_as_backbone_of_another_model(images):
+    class Segmenter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = timm.create_model("vmoe_pbe_s32", features_only=True, **SMALL)
+            self.head = nn.Conv2d(32, 5, 1)
+
+        def forward(self, x):
+            return self.head(self.backbone(x)[-1])
+
+    targets = torch.randint(5, (6, 4, 4))
+    assert ClassificationTask(Segmenter(), nn.CrossEntropyLoss(), verbose=False)(images, targets)["loss"] > 0
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_without_the_blocks_of_its_members_a_model_has_none(images, prune):
+    model = ensemble().eval()
+    final, _ = model.forward_intermediates(images, indices=[0], stop_early=True)
+    assert model.forward_head(final).shape == (6, 5)
+    model.prune_intermediate_layers([0], prune_head=prune)
+    assert model(images).shape == ((6, 17, 32) if prune else (6, 5))
+    torch.testing.assert_close(model(images[:2]), model(images)[:2])
+
+
+@pytest.mark.parametrize("kind", ["pbe", "tiling"])
+def test_groups_count_images(images, kind):
+    model = ensemble(ensemble=kind, group_images=3)
+    model(images)
+    with pytest.raises(ValueError, match="group_images=3 does not divide the batch of 4 images"):
+        model(images[:4])
+
+
 def test_timm_sees_an_ordinary_classifier(images):
     model = ensemble().eval()
     assert model(images).shape == (6, 5)
@@ -301,6 +341,7 @@ def test_checkpointing_and_compilation(images):
     torch.testing.assert_close(model(images), expected)
     model.set_grad_checkpointing(False)
     torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", dynamic=True)(images), expected)
     torch.testing.assert_close(torch.jit.trace(model.eval(), images)(images), model(images))
 
 
@@ -317,6 +358,7 @@ def test_to_dense_gives_the_stock_class(images):
     dense = timm_moe.to_dense(ensemble()).eval()
     assert type(dense).__name__ == "VisionTransformer"
     assert dense(images).shape == (6, 5)
+    assert not hasattr(dense, "ensemble_size")
 
 
 def test_official_checkpoint(tmp_path):
@@ -341,7 +383,8 @@ def test_official_checkpoint(tmp_path):
         (dict(ensemble_size=4, top_k=2), "top_k=2 exceeds the 1 experts that each of the 4 members has"),
         (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1, got 0"),
         (dict(ensemble="bagging"), "ensemble must be one of pbe, tiling, partitioning, multi_head, got 'bagging'"),
-        (dict(ensemble="multi_head", ensemble_size=3, top_k=2), "has top_k=2 members, .* set ensemble_size=2"),
+        (dict(ensemble="multi_head", ensemble_size=3, top_k=2), "set top_k=3 as ensemble_size, got top_k=2"),
+        (dict(ensemble="tiling", ensemble_size=1), "ensemble='tiling' needs an ensemble_size above 1"),
         (dict(routing_unit="image"), "members of an ensemble route tokens, so routing_unit='image' has no place here"),
     ],
 )
@@ -354,6 +397,8 @@ def test_a_stock_model_cannot_hold_an_ensemble(dense_vit):
     with pytest.raises(ValueError, match="a VisionTransformer does not"):
         timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2)
     timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2, ensemble="partitioning")
+    with pytest.raises(ValueError, match="has the expert layers of its ensemble already"):
+        timm_moe.convert_to_moe(ensemble(), router="top_k", moe_layers="0", ensemble_size=2)
 
 
 def test_saved_model_loads(tmp_path, images):

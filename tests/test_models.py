@@ -278,7 +278,13 @@ def test_a_routed_model_is_a_stock_class_to_timm(images):
     assert model(images).shape == (6, 3)
 
 
-EXPORTED = [("vit_tiny_ewa_moe", {}), ("vit_tiny_moe", {})]
+EXPORTED = [
+    ("vit_tiny_ewa_moe", {}),
+    ("vit_tiny_moe", {}),
+    ("vimoe_s14_shared", {}),
+    ("widenet_b", {"routing_groups": 2}),
+    ("vmoe_pbe_s32", {"num_experts": 4, "eval_capacity_factor": "none"}),
+]
 if hasattr(torch.compiler, "is_exporting"):  # torch 2.6 cannot solve a capacity for the batch size
     EXPORTED += [("vit_tiny_moe", {"top_k": 2, "eval_capacity_factor": 1.1, "batch_priority": True})]
 

@@ -114,6 +114,12 @@ def test_as_many_groups_as_blocks_are_no_groups(images):
     assert len(plain.state_dict()) == len(grouped.state_dict())
     grouped.load_state_dict({_grouped(k): v for k, v in plain.state_dict().items()})
     torch.testing.assert_close(grouped(images), plain(images))
+    calls = []
+    plain, grouped = widenet(shared_expert=True).eval(), widenet(shared_expert=True, routing_groups=4).eval()
+    grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
+    grouped.blocks[0][0].mlp.register_forward_hook(lambda *args: calls.append(1))
+    torch.testing.assert_close(grouped(images), plain(images))
+    assert len(calls) == 4
     one_choice, one_group = (
         widenet(num_experts=1, top_k=1).eval(),
         widenet(num_experts=1, top_k=1, routing_groups=1).eval(),
@@ -135,12 +141,23 @@ def _grouped(name, size=1):
 def test_official_compatibility_has_a_constant_class_token(images):
     model = widenet(official_compat=True)
     assert model.pos_embed.shape[1] == 17
-    assert "cls_token" not in model.state_dict()
+    assert "cls_token" not in dict(model.named_parameters())
     assert not model.cls_token.any()
     assert "representation.fc.weight" in model.state_dict()
     tokens = model.eval().forward_features(images)
     pooled = torch.tanh(model.representation.fc(tokens.mean(1)))
     torch.testing.assert_close(model(images), model.head(pooled))
+
+
+def test_the_constant_class_token_survives_the_meta_device(images):
+    model = widenet(official_compat=True).eval()
+    with torch.device("meta"):
+        empty = widenet(official_compat=True).eval()
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    torch.testing.assert_close(empty(images), model(images))
+    model.cls_token.data += 1
+    model.init_weights()
+    assert not model.cls_token.any()
 
 
 def test_shared_norms(images):
@@ -150,7 +167,9 @@ def test_shared_norms(images):
     assert model.blocks[0].norm1.weight.grad is not None
 
 
-@pytest.mark.parametrize("options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"num_experts": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"num_experts": 0}, {"official_compat": True}]
+)
 def test_saved_and_copied(tmp_path, images, options):
     model = widenet(**options).eval()
     expected = model(images)
@@ -193,6 +212,15 @@ def test_layer_decay_counts_what_is_shared_to_the_last_block():
     assert named["blocks.0.mlp.fc1.bias"][1] == 0
 
 
+def test_layer_decay_with_groups():
+    model = widenet(routing_groups=2)
+    groups = param_groups_layer_decay(model, layer_decay=0.5)
+    scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    named = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
+    assert named["blocks.0.0.mlp.fc1.weight"] == named["blocks.1.1.norm1.weight"]
+    assert named["blocks.0.0.norm1.weight"] == named["blocks.0.1.norm1.weight"] < named["blocks.1.0.norm1.weight"]
+
+
 def test_trained_checkpointed_and_compiled(images):
     model = widenet(noise_std=0)
     expected = model(images)
@@ -223,7 +251,7 @@ def test_features(images):
     assert [tuple(feature.shape) for feature in grouped(images)] == [(6, 32, 4, 4)] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"routing_groups": 2}, {"shared_norm": True}])
+@pytest.mark.parametrize("options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"official_compat": True}])
 def test_to_dense_is_the_model_without_experts(tmp_path, images, options):
     model = widenet(**options).eval()
     dense = timm_moe.to_dense(model).eval()
@@ -255,6 +283,10 @@ def test_a_checkpoint_with_own_weights_is_refused():
         (dict(routing_groups=3), "routing_groups must be an integer that divides the 4 blocks, got 3"),
         (dict(routing_groups=0), "routing_groups must be an integer that divides the 4 blocks, got 0"),
         (dict(official_compat="yes"), "official_compat must be True or False, got 'yes'"),
+        (dict(shared_norm="false"), "shared_norm must be True or False, got 'false'"),
+        (dict(zero_class_token=True), "zero_class_token needs a class token"),
+        (dict(moe_layers="last-2"), "one expert layer, which stands in every block, so it has no moe_layers"),
+        (dict(num_experts=0, top_k=1), "top_k is an option of experts, and num_experts=0 leaves none"),
     ],
 )
 def test_bad_options(options, message):

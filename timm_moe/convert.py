@@ -20,7 +20,7 @@ from .layers import (
     MultiHeadRouter,
     PartitionedRouter,
     SharedExpertMlp,
-    Tile,
+    TilingRouter,
     TopKRouter,
     begin_forward,
 )
@@ -34,8 +34,13 @@ FFN_CLASSES = (Mlp, GluMlp, SwiGLU)
 ROUTERS = {"random": (0.3, "linear"), "top_k": (0.3, "early")}
 
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
-#: pBE and its ablations.
-ENSEMBLES = ("pbe", "tiling", "partitioning", "multi_head")
+#: Routers of pBE and its ablations; multi-head routing is in the last layer only.
+ENSEMBLES = {
+    "pbe": EnsembleRouter,
+    "tiling": TilingRouter,
+    "partitioning": PartitionedRouter,
+    "multi_head": MultiHeadRouter,
+}
 
 # Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
 register_notrace_module(MoeMlp)
@@ -224,21 +229,28 @@ def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: 
         raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
     if type(ensemble_size) is not int or ensemble_size < 1:
         raise ValueError(f"ensemble_size must be an integer of at least 1, got {ensemble_size!r}.")
+    if ensemble_size == 1:
+        if ensemble != "pbe":
+            raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
+        return
     if ensemble == "multi_head" and ensemble_size != top_k:
         raise ValueError(
-            f"ensemble='multi_head' has top_k={top_k} members, one for each choice: set ensemble_size={top_k}."
+            f"ensemble='multi_head' has a member for each choice of a token: set top_k={ensemble_size} as "
+            f"ensemble_size, got top_k={top_k}."
         )
-    if ensemble_size == 1:
-        return
     if routing_unit != "token":
         raise ValueError(
             f"The members of an ensemble route tokens, so routing_unit={routing_unit!r} has no place here."
         )
-    if ensemble != "partitioning" and not hasattr(model, "forward_members"):
+    if ensemble == "partitioning":
+        return
+    if not hasattr(model, "forward_members"):
         raise ValueError(
             f"ensemble_size={ensemble_size} needs a model that repeats its images for the members of the ensemble, as "
             f"vmoe_pbe_* do; a {type(model).__name__} does not."
         )
+    if moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has the expert layers of its ensemble already.")
 
 
 def _make_router(
@@ -263,12 +275,9 @@ def _make_router(
     options["loss_weights"] = dict.fromkeys(names, aux_loss_weight / len(names))
     if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
         return ROUTING_UNITS[routing_unit](width, num_experts, **options)
-    if ensemble == "multi_head":
-        return MultiHeadRouter(width, num_experts, **options)
-    if ensemble == "tiling":
-        return TopKRouter(width, num_experts, **options, eval_noise=True)
-    router_class = PartitionedRouter if ensemble == "partitioning" else EnsembleRouter
-    return router_class(width, num_experts, **options, ensemble_size=ensemble_size)
+    if ensemble != "multi_head":
+        options["ensemble_size"] = ensemble_size
+    return ENSEMBLES[ensemble](width, num_experts, **options)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
@@ -300,7 +309,7 @@ def to_dense(model: nn.Module, method: str = "average") -> nn.Module:
     dense = copy.deepcopy(model, memo)
     for module in dense.modules():
         for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is begin_forward or isinstance(hook, Tile):
+            if hook is begin_forward:
                 del module._forward_pre_hooks[handle]
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:

@@ -17,11 +17,12 @@ import timm.task
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask, TrainingTask
+from timm.utils import unwrap_model
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..layers import EwaMlp, MemberLoss, MoeMlp, has_members
+from ..layers import EwaMlp, MemberLoss, MoeMlp
 from . import aux_loss
 from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
 
@@ -79,9 +80,14 @@ def _with_member_loss(init: Any) -> Any:
     """Let the criterion of a task see each member of its model's ensemble."""
 
     @functools.wraps(init)
-    def init_and_wrap(self: ClassificationTask, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if has_members(self):
+    def init_and_wrap(self: ClassificationTask, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _is_ensemble(model) and getattr(self, "multi_label", False):
+            raise ValueError(
+                f"{type(self).__name__} cannot train an ensemble such as {type(unwrap_model(model)).__name__}: its "
+                "members' probabilities are those of one class for each image."
+            )
+        init(self, model, *args, **kwargs)
+        if _is_ensemble(model):
             self.criterion = MemberLoss(self.criterion)
 
     return init_and_wrap
@@ -92,14 +98,18 @@ def _without_members(init: Any) -> Any:
 
     @functools.wraps(init)
     def refuse_or_init(self: TrainingTask, student_model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if has_members(student_model):
+        if _is_ensemble(student_model):
             raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(student_model).__name__}: a teacher's "
-                "outputs are not compared with each member's. It can be the teacher."
+                f"{type(self).__name__} cannot train an ensemble such as {type(unwrap_model(student_model)).__name__}: "
+                "a teacher's outputs are not compared with each member's. It can be the teacher."
             )
         init(self, student_model, *args, **kwargs)
 
     return refuse_or_init
+
+
+def _is_ensemble(model: nn.Module) -> bool:
+    return hasattr(unwrap_model(model), "forward_members")
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:

@@ -1,11 +1,19 @@
 """Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
 
 from .dispatch import Routing
-from .ensemble import MemberLoss, Tile, ensemble_log_probabilities, has_members
+from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
-from .routing import EnsembleRouter, ImageRouter, MultiHeadRouter, PartitionedRouter, RandomPartition, TopKRouter
+from .routing import (
+    EnsembleRouter,
+    ImageRouter,
+    MultiHeadRouter,
+    PartitionedRouter,
+    RandomPartition,
+    TilingRouter,
+    TopKRouter,
+)
 
 __all__ = [
     "EnsembleRouter",
@@ -22,8 +30,8 @@ __all__ = [
     "Routing",
     "SharedExpertMlp",
     "Tile",
+    "TilingRouter",
     "TopKRouter",
     "begin_forward",
     "ensemble_log_probabilities",
-    "has_members",
 ]

@@ -42,12 +42,7 @@ class MemberLoss(nn.Module):
         self.criterion = criterion
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The criterion of outputs (B, M, C) and the targets of the B images; outputs (B, C) are taken as they are."""
-        if output.ndim == 2:
+        """The criterion of outputs (B, M, C) and the targets of the B images; other outputs are taken as they are."""
+        if output.ndim != 3:
             return self.criterion(output, target)
         return self.criterion(output.flatten(0, 1), target.repeat_interleave(output.shape[1], 0))
-
-
-def has_members(model: nn.Module) -> bool:
-    """Whether a model, or the one in a wrapper, has several members, whose outputs its ``forward_members`` gives."""
-    return any(hasattr(module, "forward_members") for module in model.modules())

@@ -71,13 +71,12 @@ class MoeMlp(Experts):
         for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
             state_dict.setdefault(name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x of shape (..., D) to the same shape."""
-        return self.run_routed(x.reshape(-1, x.shape[-1]), self.router(x)).reshape(x.shape)
-
-    def run_routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send each row of ``x_TD`` through the experts that ``routing`` gives it."""
-        return combine(self.run(dispatch(x_TD, routing), routing.sizes), routing)
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """Map x of shape (..., D) to the same shape, each row by its own routing or by one that is given."""
+        if routing is None:
+            routing = self.router(x)
+        x_ND = dispatch(x.reshape(-1, x.shape[-1]), routing)
+        return combine(self.run(x_ND, routing.sizes), routing).reshape(x.shape)
 
 
 class SharedExpertMlp(MoeMlp):
@@ -116,13 +115,14 @@ class SharedExpertMlp(MoeMlp):
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
         for name, _ in self.named_expert_parameters():
-            dense = state_dict[prefix + name]
-            shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
-            state_dict.setdefault(f"{prefix}shared.{name}", shared)
+            dense = state_dict.get(prefix + name)
+            if dense is not None:
+                shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
+                state_dict.setdefault(f"{prefix}shared.{name}", shared)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x of shape (..., D) to the same shape."""
-        return self.shared(x) + super().forward(x)
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """As :class:`MoeMlp`; a routing is that of the routed experts."""
+        return self.shared(x) + super().forward(x, routing)
 
 
 class EwaMlp(MoeMlp):
@@ -163,8 +163,8 @@ class EwaMlp(MoeMlp):
             raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
         self.eval_mode = eval_mode
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x of shape (..., D) to the same shape."""
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """As :class:`MoeMlp`; in eval mode the mean of the experts needs no routing."""
         if not self.training and self.eval_mode == "average":
             return self.run_mean(x)
-        return super().forward(x)
+        return super().forward(x, routing)

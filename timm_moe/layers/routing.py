@@ -69,7 +69,9 @@ class TopKRouter(RecordingRouter):
             ``"balance_top_k"`` (of all choices), 0 if not given.
         gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
             its losses alone; ``"renorm"``, its gate divided by the sum of the chosen ones'.
-        eval_noise: add the noise in eval mode too.
+
+    Subclasses change among which experts a row chooses (``_logits``, ``_experts``), what is a group (``_groups``,
+    ``_loss_groups``, ``_capacity``) and when there is noise (``_is_noisy``).
 
     Attributes:
         weight: (E, D) parameter.
@@ -92,7 +94,6 @@ class TopKRouter(RecordingRouter):
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
         gate_mode: str = "prob",
-        eval_noise: bool = False,
     ):
         loss_weights = dict(loss_weights or {})
         _check_integer("top_k", top_k, 1, num_experts)
@@ -126,7 +127,6 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
-        self.eval_noise = eval_noise
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
 
@@ -190,8 +190,11 @@ class TopKRouter(RecordingRouter):
         """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
         return x_GBN.flatten(1, 2)
 
+    def _is_noisy(self) -> bool:
+        return self.training
+
     def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
-        if not (self.noise_std and (self.training or self.eval_noise)):
+        if not (self.noise_std and self._is_noisy()):
             return logits_GBNE
         return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
 
@@ -251,13 +254,8 @@ class ImageRouter(TopKRouter):
         )
 
 
-class EnsembleRouter(TopKRouter):
-    """Routers of the M members of an ensemble, each for its own part of the experts (pBE, arXiv 2110.03360, section 4).
-
-    The batch holds each image M times in a row, once for each member. Member m chooses among experts m E/M to
-    (m + 1) E/M - 1, as a router of its own would: the softmax is over these, the noise has a standard deviation of
-    ``noise_std * M / E``, an expert's capacity is that of E/M experts and the rows of one member, and losses are means
-    over the members.
+class TiledRouter(TopKRouter):
+    """Base of the routers of a batch that holds each image M times in a row, once for each member of an ensemble.
 
     Arguments as :class:`TopKRouter`; ``group_images`` counts images, each with its M entries.
 
@@ -265,20 +263,11 @@ class EnsembleRouter(TopKRouter):
         ensemble_size: M.
 
     Raises:
-        ValueError: if M does not divide E, or K exceeds E/M; and as :class:`TopKRouter`.
+        ValueError: as :class:`TopKRouter`.
     """
 
     def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
         _check_integer("ensemble_size", ensemble_size, 1)
-        if num_experts % ensemble_size:
-            raise ValueError(
-                f"num_experts={num_experts} cannot be divided among the members of ensemble_size={ensemble_size}."
-            )
-        if isinstance(top_k, int) and top_k > num_experts // ensemble_size:
-            raise ValueError(
-                f"top_k={top_k} exceeds the {num_experts // ensemble_size} experts that each of the {ensemble_size} "
-                f"members has of num_experts={num_experts}."
-            )
         super().__init__(dim, num_experts, top_k, **options)
         self.ensemble_size = ensemble_size
 
@@ -288,14 +277,50 @@ class EnsembleRouter(TopKRouter):
         Raises:
             ValueError: if M does not divide the batch; and as :class:`TopKRouter`.
         """
-        if x.shape[0] % self.ensemble_size:
-            raise ValueError(
-                f"A batch of {x.shape[0]} does not hold each image {self.ensemble_size} times, once for each member."
-            )
+        _check_copies(x.shape[0], self.ensemble_size)
         return super().forward(x)
 
     def _groups(self, batch: int) -> int:
         return super()._groups(batch // self.ensemble_size)
+
+    def extra_repr(self) -> str:
+        return f"ensemble_size={self.ensemble_size}, {super().extra_repr()}"
+
+
+class TilingRouter(TiledRouter):
+    """All experts for every member, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
+
+    Members differ by the noise on their logits alone, so it is added in eval mode too.
+    """
+
+    def _is_noisy(self) -> bool:
+        return True
+
+
+class EnsembleRouter(TiledRouter):
+    """Routers of the M members of an ensemble, each for its own part of the experts (pBE, arXiv 2110.03360, section 4).
+
+    Member m chooses among experts m E/M to (m + 1) E/M - 1, as a router of its own would: the softmax is over these,
+    the noise has a standard deviation of ``noise_std * M / E``, an expert's capacity is that of E/M experts and the
+    rows of one member, and losses are means over the members.
+
+    Arguments as :class:`TiledRouter`.
+
+    Raises:
+        ValueError: if M does not divide E, or K exceeds E/M; and as :class:`TopKRouter`.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
+        super().__init__(dim, num_experts, top_k, ensemble_size=ensemble_size, **options)
+        if num_experts % ensemble_size:
+            raise ValueError(
+                f"num_experts={num_experts} cannot be divided among the members of ensemble_size={ensemble_size}."
+            )
+        if top_k > num_experts // ensemble_size:
+            raise ValueError(
+                f"top_k={top_k} exceeds the {num_experts // ensemble_size} experts that each of the {ensemble_size} "
+                f"members has of num_experts={num_experts}."
+            )
 
     def _by_member(self, x_GBN: Tensor) -> Tensor:
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
@@ -314,9 +339,6 @@ class EnsembleRouter(TopKRouter):
 
     def _capacity(self, rows: int) -> int:
         return min(super()._capacity(rows), rows // self.ensemble_size)
-
-    def extra_repr(self) -> str:
-        return f"ensemble_size={self.ensemble_size}, {super().extra_repr()}"
 
 
 class PartitionedRouter(EnsembleRouter):
@@ -338,14 +360,15 @@ class PartitionedRouter(EnsembleRouter):
 
 
 class MultiHeadRouter(TopKRouter):
-    """Gives each of the K choices of a row to a copy of the row of its own (pBE, appendix on multi-head MoE, eq. 2).
+    """Gives each of the K choices of a row to a copy of the row of its own (pBE, naive multi-head MoE, eq. 2).
 
     The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. Arguments as
-    :class:`TopKRouter`, which decides for one of the copies.
+    :class:`TopKRouter`, which decides by the first of the copies.
     """
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""
+        _check_copies(x.shape[0], self.top_k)
         rows = math.prod(x.shape[1:-1])
 
         def choice_of_copy(per_row: Tensor) -> Tensor:
@@ -365,6 +388,11 @@ def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return gate.max(-1, keepdim=True)
     values, indices = gate.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
+
+
+def _check_copies(batch: int, copies: int) -> None:
+    if batch % copies:
+        raise ValueError(f"A batch of {batch} does not hold each image {copies} times, once for each member.")
 
 
 def _no_autocast(x: Tensor) -> Any:

@@ -30,14 +30,21 @@ class EnsembleVisionTransformer(MoeVisionTransformer):
         kwargs: as :class:`MoeVisionTransformer`.
 
     Attributes:
-        ensemble_size: M.
+        ensemble_size: M; 1 once the blocks where the members differ are pruned.
+        parting_block: number of the block at whose input images are repeated.
+
+    Raises:
+        ValueError: on ``ensemble="partitioning"``, which repeats no images, and as :class:`MoeVisionTransformer`.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):
+        if ensemble == "partitioning":
+            raise ValueError("ensemble='partitioning' has one output: it is an option of MoeVisionTransformer.")
         super().__init__(*args, ensemble_size=ensemble_size, ensemble=ensemble, **kwargs)
         self.ensemble_size = ensemble_size
-        parting = list(moe_layers(self))[-1 if ensemble == "multi_head" else 0]
-        self.get_submodule(parting.rpartition(".")[0]).register_forward_pre_hook(Tile(ensemble_size))
+        blocks = [int(path.split(".")[1]) for path in moe_layers(self)]
+        self.parting_block = blocks[-1 if ensemble == "multi_head" else 0]
+        self._tiling = self.blocks[self.parting_block].register_forward_pre_hook(Tile(ensemble_size))
 
     def forward_members(self, x: Tensor) -> Tensor:
         """The logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
@@ -64,10 +71,15 @@ class EnsembleVisionTransformer(MoeVisionTransformer):
         output_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As timm's, with the mean of the members for each intermediate feature."""
+        """As timm's, with the mean of the members for each intermediate feature; the final one has all (B M, N, D)."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
         result: Any = super().forward_intermediates(
             x, indices, return_prefix_tokens, norm, stop_early, "NLC", intermediates_only, output_dict=True, **kwargs
         )
+        if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
+            # stopped before the members part
+            result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
         for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
             result[name] = [feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]]
         if output_fmt == "NCHW":
@@ -81,6 +93,18 @@ class EnsembleVisionTransformer(MoeVisionTransformer):
         if "image_intermediates_prefix" in result:
             features = list(zip(features, result["image_intermediates_prefix"], strict=True))
         return features if intermediates_only else (result["image_features"], features)
+
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        kept = super().prune_intermediate_layers(*args, **kwargs)
+        if len(self.blocks) <= self.parting_block:
+            self.ensemble_size = 1
+        return kept
+
+    def restore_stock_class(self) -> None:
+        self._tiling.remove()
+        for name in ("ensemble_size", "parting_block", "_tiling"):
+            delattr(self, name)
+        super().restore_stock_class()
 
     def _members(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))

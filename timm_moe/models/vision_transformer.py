@@ -24,7 +24,10 @@ class PreLogitsVisionTransformer(VisionTransformer):
         if not isinstance(pre_logits, bool):
             raise ValueError(f"pre_logits must be True or False, got {pre_logits!r}.")
         super().__init__(*args, **kwargs)
+        head = self.head
+        del self.head  # timm's agc takes the last two parameters for the classifier's
         self.representation: nn.Module = nn.Identity()  # timm drops keys with pre_logits from checkpoints
+        self.head = head
         if pre_logits:
             linear = nn.Linear(self.embed_dim, self.embed_dim)
             nn.init.trunc_normal_(linear.weight, std=0.02)

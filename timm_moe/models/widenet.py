@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model, register_notrace_module
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ..convert import moe_layers
-from .mixin import MoeMixin
+from .mixin import MOE_OPTIONS, MoeMixin
 from .sharing import keep_once_in_state_dict
 from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
 
@@ -28,16 +28,28 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     """
 
     def __init__(self, *args: Any, shared_norm: bool = False, zero_class_token: bool = False, **kwargs: Any):
+        for name, value in (("shared_norm", shared_norm), ("zero_class_token", zero_class_token)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}.")
         super().__init__(*args, block_fn=_block_without_weights_but_first, **kwargs)
         self.shared_parts = ("attn", "mlp", *(("norm1", "norm2") if shared_norm else ()))
         for block in self.blocks[1:]:
             for part in self.shared_parts:
                 setattr(block, part, getattr(self.blocks[0], part))
+        self.zero_class_token = zero_class_token
         if zero_class_token:
-            zero = torch.zeros_like(self.pos_embed[:, :1])  # type: ignore[index]
+            if self.cls_token is None:
+                raise ValueError("zero_class_token needs a class token: class_token=True.")
+            zero = torch.zeros_like(self.cls_token)
             del self.cls_token
-            self.register_buffer("cls_token", zero, persistent=False)
+            self.register_buffer("cls_token", zero)
         keep_once_in_state_dict(self)
+
+    def init_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As timm's, which would draw the class token from a narrow normal distribution."""
+        super().init_weights(*args, **kwargs)
+        if getattr(self, "zero_class_token", False):  # not yet known when the stock class calls this
+            nn.init.zeros_(self.cls_token)  # type: ignore[arg-type]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """As timm's, with what the blocks share in the group of the last: layer decay must not treat it as early."""
@@ -65,9 +77,11 @@ class RoutingGroup(nn.Sequential):
             z = block.norm2(x)
             if routing is None:
                 routing = block.mlp.router(z)
-            y = block.mlp.run_routed(z.flatten(0, 1), routing).view_as(z)
-            x = x + block.drop_path2(block.ls2(y))
+            x = x + block.drop_path2(block.ls2(block.mlp(z, routing)))
         return x
+
+
+register_notrace_module(RoutingGroup)  # routings are no tensors
 
 
 class WideNet(MoeMixin, SharedVisionTransformer):
@@ -77,16 +91,21 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         args: as :class:`SharedVisionTransformer`.
         routing_groups: G, divide the blocks into this many groups of consecutive ones; the first of a group decides
             where the tokens go in all of it, and the balance loss has G terms. By default every block decides.
-        kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe`.
+        kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe` but ``moe_layers``.
 
     Raises:
-        ValueError: if ``routing_groups`` does not divide the number of blocks.
+        ValueError: if ``routing_groups`` does not divide the number of blocks, or goes with random partitions, which
+            are drawn anew in every block.
     """
 
     stock_class = SharedVisionTransformer
 
-    def __init__(self, *args: Any, routing_groups: int | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, routing_groups: int | None = None, router: str = "top_k", **kwargs: Any):
+        if kwargs.pop("moe_layers", "every-1") != "every-1":
+            raise ValueError("A WideNet has one expert layer, which stands in every block, so it has no moe_layers.")
+        if routing_groups is not None and router != "top_k":
+            raise ValueError(f"routing_groups is an option of router='top_k', got router={router!r}.")
+        super().__init__(*args, router=router, moe_layers="every-1", **kwargs)
         if routing_groups is not None:
             self._set_blocks(_in_groups(list(self.blocks), routing_groups))
 
@@ -115,9 +134,7 @@ default_cfgs = generate_default_cfgs({"widenet_b": VMOE_S_CFG, "widenet_l": VMOE
 
 #: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds capacities down.
 _WIDENET = dict(
-    router="top_k",
     num_experts=4,
-    moe_layers="every-1",
     top_k=2,
     noise_std=1.0,
     capacity_factor=1.2,
@@ -138,14 +155,24 @@ def _create(variant: str, pretrained: bool, model_args: dict[str, Any], kwargs: 
     if not isinstance(official, bool):
         raise ValueError(f"official_compat must be True or False, got {official!r}.")
     model_args = {**_POOLING, **(_OFFICIAL if official else {}), **model_args}
-    if kwargs.get("num_experts") == 0:  # no experts: one dense network for all blocks
-        kwargs = {name: value for name, value in kwargs.items() if name != "num_experts"}
-        return create_moe_vit(variant, variant, pretrained, model_args, kwargs, SharedVisionTransformer)
+    if kwargs.get("num_experts") == 0:
+        return _create_without_experts(variant, pretrained, model_args, kwargs)
     model = create_moe_vit(variant, variant, pretrained, {**_WIDENET, **model_args}, kwargs, WideNet)
     if isinstance(model, WideNet) and model.dense_args is not None:  # it becomes the same without experts
         model.dense_args |= {"num_experts": 0, "official_compat": official}
         model.dense_args.pop("routing_groups", None)
     return model
+
+
+def _create_without_experts(
+    variant: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]
+) -> nn.Module:
+    """One dense network for all blocks."""
+    foreign = [name for name in kwargs if name in (*MOE_OPTIONS, "routing_groups") and name != "num_experts"]
+    if foreign:
+        raise ValueError(f"{foreign[0]} is an option of experts, and num_experts=0 leaves none.")
+    kwargs = {name: value for name, value in kwargs.items() if name != "num_experts"}
+    return create_moe_vit(variant, variant, pretrained, model_args, kwargs, SharedVisionTransformer)
 
 
 @register_model
