@@ -199,7 +199,9 @@ def test_images_are_repeated_from_the_first_expert_block_on(images):
 
 
 def test_members_differ_as_the_papers_ablations_do(images):
-    tiling = ensemble(ensemble="tiling", noise_std=0, aux_loss="importance").eval()
+    tiling = ensemble(ensemble="tiling").eval()
+    for layer in timm_moe.moe_layers(tiling).values():
+        layer.router.noise_std = 0
     torch.testing.assert_close(*tiling.forward_members(images).unbind(1))  # without noise its members are one
     noisy = ensemble(ensemble="tiling", noise_std=4.0).eval()
     assert not torch.equal(*noisy.forward_members(images).unbind(1))
@@ -328,6 +330,13 @@ def test_timm_sees_an_ordinary_classifier(images):
     assert model(images).shape == (6, 32)
 
 
+def test_routing_degree():
+    """ViMoE's measure: of an ensemble, the ways of all members together."""
+    assert TopKRouter(8, 6, 2).routing_degree() == 15
+    assert EnsembleRouter(8, 6, 2, ensemble_size=2).routing_degree() == 9
+    assert PartitionedRouter(8, 6, 1, ensemble_size=3).routing_degree() == 8
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_compute_the_same(images, duplicate):
     model = ensemble().eval()
@@ -384,6 +393,7 @@ def test_official_checkpoint(tmp_path):
         (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1, got 0"),
         (dict(ensemble="bagging"), "ensemble must be one of pbe, tiling, partitioning, multi_head, got 'bagging'"),
         (dict(ensemble="multi_head", ensemble_size=3, top_k=2), "set top_k=3 as ensemble_size, got top_k=2"),
+        (dict(ensemble="tiling", noise_std=0, aux_loss="importance"), "ensemble='tiling' differ by noise alone"),
         (dict(ensemble="tiling", ensemble_size=1), "ensemble='tiling' needs an ensemble_size above 1"),
         (dict(routing_unit="image"), "members of an ensemble route tokens, so routing_unit='image' has no place here"),
     ],

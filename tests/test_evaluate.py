@@ -53,11 +53,11 @@ def make_model(name, seed, **options):
     return model
 
 
-def save_as_train_py(model, name, file, mean=0.5):
+def save_as_train_py(model, name, file, mean=0.5, **more):
     """A checkpoint as train.py writes it, of a run that kept images as they are and normalised them by ``mean``."""
     kwargs = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
     args = dict(model=name, num_classes=CLASSES, model_kwargs=kwargs, img_size=32, crop_pct=1.0)
-    args |= dict(mean=[mean] * 3, std=[0.5] * 3)
+    args |= dict(mean=[mean] * 3, std=[0.5] * 3, **more)
     torch.save({"state_dict": model.state_dict(), "args": argparse.Namespace(**args)}, file)
     return file
 
@@ -217,6 +217,25 @@ def test_without_torchmetrics(data, monkeypatch, capsys):
     monkeypatch.delattr("timm_moe.metrics", raising=False)
     assert main(["evaluate", "a.pth.tar", "--data-dir", str(data)]) == 1
     assert "pip install torchmetrics" in capsys.readouterr().err
+
+
+def test_other_classes_of_the_same_number_are_warned_of(data, model, tmp_path, caplog):
+    trained_on = dict(data_dir=str(data), train_split="val")
+    checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "last.pth.tar", **trained_on)
+    evaluate([checkpoint], image_folder(data, "val"), inference=HERE)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    (data / "val").rename(tmp_path / "val")
+    (tmp_path / "val" / "class4").rename(tmp_path / "val" / "class9")
+    evaluate([checkpoint], image_folder(tmp_path, "val"), inference=HERE)  # the folder of its training is gone
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    (tmp_path / "val" / "class9").rename(tmp_path / "val" / "class4")
+    (tmp_path / "val").rename(data / "val")
+    (tmp_path / "val").mkdir()
+    for name in ("class0", "class1", "class2", "class3", "elk"):
+        (tmp_path / "val" / name).symlink_to(data / "val" / "class0")
+    evaluate([checkpoint], image_folder(tmp_path, "val"), inference=HERE)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "was trained (elk, for instance): the labels do not mean the same" in warning
 
 
 def test_progress_is_told(data, model, monkeypatch, caplog):

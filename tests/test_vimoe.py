@@ -79,6 +79,12 @@ def test_a_shared_expert_that_starts_at_zero_adds_nothing(ffn):
     torch.testing.assert_close(made.state_dict(), trained)
 
 
+def test_a_checkpoint_with_a_shared_expert_says_so():
+    checkpoint = timm.create_model("vimoe_s14_shared", **DINO).state_dict()
+    with pytest.raises(ValueError, match=r"a shared expert in blocks.2.mlp, .* with shared_expert=True"):
+        timm.create_model("vimoe_s14", **DINO).load_state_dict(checkpoint)
+
+
 def test_no_dense_network_stands_for_a_shared_and_a_routed_expert():
     with pytest.raises(ValueError, match="has shared experts: the sum of a shared and a routed expert is no network"):
         timm_moe.to_dense(timm.create_model("vimoe_s14_shared", **DINO))
@@ -215,6 +221,7 @@ def test_a_backbones_forward_replaces_the_losses_of_the_one_before():
         ({"routing_unit": "batch"}, "routing_unit must be one of token, image, got 'batch'"),
         ({"gate_mode": "sum"}, "gate_mode must be one of prob, one, renorm, got 'sum'"),
         ({"shared_expert": "yes"}, "shared_expert must be True or False, got 'yes'"),
+        ({"shared_init": "zero_out"}, "shared_init='zero_out' is an option of shared_expert=True"),
         ({"shared_expert": True, "shared_init": "zero"}, "shared_init must be one of pretrained, zero_out, got 'zero'"),
     ],
 )

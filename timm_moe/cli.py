@@ -16,7 +16,7 @@ from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
 from .gather import GATHERS
-from .info import model_info, registered_models
+from .info import ModelInfo, model_info, registered_models
 from .papers import comparisons
 from .routes import check_output, collect_routes, summarize_all, write_routes
 from .routes import table as routes_table
@@ -202,7 +202,8 @@ def _export(args: argparse.Namespace) -> None:
     difference = result.largest_difference
     compared = f"differ by at most {difference:.3g} from" if difference else "equal"
     source = "those of the mean of the experts" if result.routed else "the expert model's"
-    print(f"Checked: stock timm loads it, and its outputs on random images {compared} {source}.")
+    loader = "timm with this package" if result.architecture in registered_models() else "stock timm"
+    print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
     if result.routed:
         print("Its experts were routed, so it is not the model that was trained: validate it before you use it.")
     print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
@@ -259,13 +260,11 @@ def _list(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     info = model_info(args.model, **{"num_classes": args.num_classes, **args.model_kwargs})
-    taken = f", a token takes {info.top_k}" if info.exported is None else ""
-    layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
     evaluated = "exported" if info.exported is not None else "evaluation"
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
-        "experts": f"{info.num_experts} {layers}, the model has {info.blocks} blocks{taken}",
-        "expert layers": ", ".join(info.moe_layers),
+        "experts": _experts(info),
+        **({"expert layers": ", ".join(info.moe_layers)} if info.moe_layers else {}),
         "parameters, training": f"{info.total:,}",
         "parameters, activated": f"{info.activated:,} per token",
         **({} if info.exported is None else {"parameters, exported": f"{info.exported:,}"}),
@@ -278,9 +277,22 @@ def _info(args: argparse.Namespace) -> None:
         print(f"  {label:<22} {text}")
 
 
+def _experts(info: ModelInfo) -> str:
+    if not info.moe_layers:
+        return "none"
+    layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
+    told = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
+    if info.exported is not None:  # each token goes to some expert, no matter to which
+        return told
+    if info.members > 1:
+        return f"{told}; {info.members} members, a token of each takes {info.top_k}"
+    return f"{told}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
+
+
 def _import_vmoe(args: argparse.Namespace) -> None:
     imported = import_checkpoint(args.prefix, args.output, args.overwrite)
     kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
     print(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is loaded by")
     print(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
-    print("The checkpoint does not say how many experts a token takes: top_k is 2 unless you state it.")
+    top_k = model_info(imported.name, **imported.kwargs).top_k
+    print(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")

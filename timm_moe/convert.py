@@ -151,6 +151,8 @@ def convert_to_moe(
     _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options | shared_options)
     if not isinstance(shared_expert, bool):
         raise ValueError(f"shared_expert must be True or False, got {shared_expert!r}.")
+    if shared_init != "pretrained" and not shared_expert:
+        raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
     if routing_unit == "image" and getattr(model, "cls_token", None) is None:
         raise ValueError(
             f"routing_unit='image' lets the class token of an image choose, but this {type(model).__name__} has none."

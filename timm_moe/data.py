@@ -12,7 +12,7 @@ import torch
 from timm.data import ImageDataset, create_dataset, create_loader, resolve_data_config
 from torch import Tensor, nn
 
-from .callbacks.source import ModelSpec, load_source
+from .callbacks.source import ModelSpec, load_source, training_args
 from .model_config import model_input_size
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +88,9 @@ def load_classifiers(
 ) -> list[nn.Module]:
     """The models of several sources on their device in eval mode, all with the classes of the images.
 
+    Only numbers of classes can be checked for certain. If the folder that train.py's checkpoint was trained on is still
+    there and its classes have other names, a warning says so.
+
     Args:
         sources: whatever :func:`timm_moe.callbacks.source.load_source` takes.
         images: from :func:`image_folder`.
@@ -116,7 +119,26 @@ def load_classifiers(
     found = len(class_names(images))
     if first != found:
         raise ValueError(f"{Path(images.reader.root)} has {found} classes, but {names[0]} has {first}.")
+    for source in sources:
+        _warn_of_other_classes(source, images)
     return [model.to(device).eval() for model in models]
+
+
+def _warn_of_other_classes(source: Source, images: ImageDataset) -> None:
+    args = {} if isinstance(source, nn.Module) else training_args(source)
+    folder = args.get("data_dir") or args.get("data")
+    if not folder or args.get("class_map"):
+        return
+    try:
+        trained = class_names(image_folder(folder, args.get("train_split") or "train"))
+    except OSError:  # trained elsewhere
+        return
+    if trained != class_names(images):
+        other = [name for name in class_names(images) if name not in trained] or ["another order"]
+        _logger.warning(
+            f"{Path(images.reader.root)} has other classes than {folder}, on which {source} was trained ({other[0]}, "
+            "for instance): the labels do not mean the same."
+        )
 
 
 def describe_source(source: Source) -> str:

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .convert import ffn_paths, moe_layers, to_dense
-from .layers import MoeMlp, TopKRouter
+from .layers import ImageRouter, MoeMlp, RandomPartition, TopKRouter
 from .model_config import model_input_size
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of an expert model.
+    """Sizes of an expert model, or of one of this package without experts.
 
     Attributes:
         name: registered name.
@@ -24,6 +24,8 @@ class ModelInfo:
         blocks: number of blocks in which an expert layer could sit; in WideNet all have the same.
         num_experts: experts in each layer.
         top_k: experts that a token passes through in training.
+        routing_unit: what chooses them, ``"token"`` or ``"image"``.
+        members: of the ensemble inside the model; a token of each passes through experts of its own.
         total: parameters in training.
         activated: parameters that one token passes through in training.
         exported: parameters of the dense model, or None where the experts are routed, also in evaluation.
@@ -37,6 +39,8 @@ class ModelInfo:
     blocks: int
     num_experts: int
     top_k: int
+    routing_unit: str
+    members: int
     total: int
     activated: int
     exported: int | None
@@ -89,25 +93,27 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         kwargs: arguments of ``timm.create_model``.
 
     Raises:
-        ValueError: if the model has no expert layers.
+        ValueError: if the model has no expert layers and is not one of this package.
     """
     model = weightless_model(name, **kwargs)
     layers = list(moe_layers(model).values())
-    if not layers:
+    if not layers and name not in registered_models():
         raise ValueError(f"{name} has no expert layers.")
-    first = layers[0]
-    routed = isinstance(first.router, TopKRouter)
+    router = layers[0].router if layers else None
+    partitioned = isinstance(router, RandomPartition)
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
-    deployed = model if routed else to_dense(model)
+    deployed = to_dense(model) if partitioned else model
     return ModelInfo(
         name=name,
         moe_layers=list(moe_layers(model)),
         blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
-        num_experts=first.num_experts,
-        top_k=_top_k(first),
+        num_experts=layers[0].num_experts if layers else 0,
+        top_k=_top_k(layers[0]) if layers else 0,
+        routing_unit="image" if isinstance(router, ImageRouter) else "token",
+        members=getattr(model, "ensemble_size", 1),
         total=parameters(model),
         activated=activated_parameters(model),
-        exported=None if routed else parameters(deployed),
+        exported=parameters(deployed) if partitioned else None,
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
     )

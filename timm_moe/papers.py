@@ -57,7 +57,7 @@ class Figure:
         where: the place in it.
         model: registered name.
         quantity: what the number says.
-        printed: the number as printed, or None where it is illegible in the copy used.
+        printed: the number as printed, or None where it is not legible in the copy at hand.
         options: arguments of ``timm.create_model`` that make the paper's model.
         reason: why the model has another number, where it has.
         floor: the digits that are not printed are cut off, not rounded.
@@ -109,7 +109,7 @@ def _segmentation_gmacs(model: Any) -> float:
 
 
 def _routes(model: nn.Module) -> int:
-    return math.prod(math.comb(router.num_experts, router.top_k) for router in _routers(model))
+    return math.prod(router.routing_degree() for router in _routers(model))
 
 
 def _places(model: nn.Module) -> float:
@@ -368,7 +368,7 @@ def comparisons(model: str) -> Iterator[tuple[str, str]]:
             why = _why(figure, value)
             yield (
                 f"  {figure.where}",
-                f"{figure.quantity.name}: {figure.printed or 'illegible'}, here {_number(value)}"
+                f"{figure.quantity.name}: {figure.printed or 'not legible'}, here {_number(value)}"
                 f"{f' with{options}' if options else ''}{f'; {why}' if why else ''}",
             )
 
@@ -401,8 +401,9 @@ _LEGEND = """\
 
 *Model* is a registered name with the options that make it the paper's model, as `timm.create_model` and
 `--model-kwargs` take them; a `vit_*_patch*` is timm's own, a dense model that the paper compares with. *Paper* is the
-number as printed, *here* is what the model has. If they still differ after rounding to the printed digits (WideNet
-and OneS cut digits off instead), the last column says why, or how far if that is not known. The quantities:
+number as printed (some are not legible in the copy at hand), *here* is what the model has. If they still differ after
+rounding to the printed digits (WideNet and OneS cut digits off instead), the last column says why, or how far if that
+is not known. The quantities:
 
 - *parameters*: all of the model in training. *Activated*: those that one token passes through, the routers not counted;
   where tokens are routed one by one, those that the tokens of one image pass through together, in so many routed
@@ -430,7 +431,7 @@ def page(values: Sequence[float]) -> str:
                 figure.where,
                 f"`{figure.label}`",
                 figure.quantity.name,
-                figure.printed or "illegible",
+                figure.printed or "not legible",
                 _number(value),
                 _why(figure, value),
             ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.data import ImageDataset
@@ -39,6 +39,7 @@ class Routes:
     Attributes:
         layer: name of the expert layer; of one that is called several times in a forward, with the number of the call.
         top_k: experts of each row.
+        degree: number of sets of experts that a row can go to.
         count_IE: choices of each image's rows for each expert.
         labels: (I,) class of each image, as an index of ``classes``.
         classes: names of the classes that have images.
@@ -46,6 +47,7 @@ class Routes:
 
     layer: str
     top_k: int
+    degree: int
     count_IE: Tensor
     labels: Tensor
     classes: list[str]
@@ -58,10 +60,6 @@ class Routes:
         """The heatmap: share of a class's choices that went for each expert; rows sum to 1."""
         count_CE = self.count_CE()
         return count_CE / count_CE.sum(1, keepdim=True)
-
-    def degree(self) -> int:
-        """Number of different sets of experts that a row can have, C(E, K)."""
-        return math.comb(self.count_IE.shape[1], self.top_k)
 
 
 def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference | None = None) -> list[Routes]:
@@ -79,7 +77,8 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
     """
     inference = inference or Inference()
     counts, labels = [], []
-    with torch.inference_mode(), _watched(routed_layers(model)) as calls:
+    layers = routed_layers(model)
+    with torch.inference_mode(), _watched(layers) as calls:
         for (inputs,), batch_labels in batches([model], images, inference):
             calls.clear()
             with inference.autocast():
@@ -88,9 +87,12 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
             labels.append(batch_labels.cpu())
     present, indices = torch.cat(labels).unique(return_inverse=True)
     classes = [class_names(images)[number] for number in present.tolist()]
+    degrees = [cast(TopKRouter, layers[layer].router).routing_degree() for layer, _ in calls]
     return [
-        Routes(name, routing.place.shape[1], torch.cat(parts), indices, classes)
-        for name, (_, routing), parts in zip(_call_names(calls), calls, zip(*counts, strict=True), strict=True)
+        Routes(name, routing.place.shape[1], degree, torch.cat(parts), indices, classes)
+        for name, (_, routing), degree, parts in zip(
+            _call_names(calls), calls, degrees, zip(*counts, strict=True), strict=True
+        )
     ]
 
 
@@ -201,15 +203,16 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
 def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
     """The numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
 
-    The routing degree is the number of ways through the experts, C(E, K)^L in L layers.
+    The routing degree is the number of ways through the experts, C(E, K)^L in L layers; of an ensemble, those of all
+    members together.
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
-    kept = [routes.degree() for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]
+    kept = [routes.degree for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]
     return {
         "images": len(all_routes[0].labels),
         "layers": layers,
         "experts_per_image": sum(layer["experts_per_image"] for layer in layers),
-        "routing_degree": math.prod(routes.degree() for routes in all_routes),
+        "routing_degree": math.prod(routes.degree for routes in all_routes),
         "routing_degree_of_kept": math.prod(kept),
     }
 

@@ -65,9 +65,26 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     return _load_file(path, spec or ModelSpec(), use_ema)
 
 
+def training_args(source: str | Path) -> dict[str, Any]:
+    """The arguments of train.py that a checkpoint holds; none if it is no checkpoint of train.py.
+
+    Raises:
+        ValueError: if the file is damaged or needs code to be read.
+    """
+    path = Path(source)
+    if not path.is_file() or path.suffix == ".safetensors":
+        return {}
+    return _training_args(read_checkpoint(path))
+
+
+def _training_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    args = checkpoint.get("args")
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
-    train_args = vars(checkpoint["args"]) if isinstance(checkpoint.get("args"), argparse.Namespace) else {}
+    train_args = _training_args(checkpoint)
     state_dict = _state_dict(checkpoint, path, use_ema)
     name = spec.name or train_args.get("model")
     if not isinstance(name, str) or not name:

@@ -59,6 +59,11 @@ class MoeMlp(Experts):
                 f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
                 "with router='top_k'."
             )
+        if not hasattr(self, "shared") and any(name.startswith(f"{prefix}shared.") for name in state_dict):
+            raise ValueError(
+                f"The checkpoint has a shared expert in {prefix.rstrip('.')}, the model has none: create the model "
+                "with shared_expert=True."
+            )
         if any(
             name in state_dict and state_dict[name].shape == stacked.shape[1:]
             for name, stacked in ((prefix + name, stacked) for name, stacked in self.named_expert_parameters())

@@ -134,6 +134,10 @@ class TopKRouter(RecordingRouter):
         """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
+    def routing_degree(self) -> int:
+        """Number of sets of experts that a row, or an image that is routed as a whole, can go to (ViMoE, 4.2)."""
+        return math.comb(self.num_experts, self.top_k)
+
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, ..., D).
 
@@ -290,8 +294,17 @@ class TiledRouter(TopKRouter):
 class TilingRouter(TiledRouter):
     """All experts for every member, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
 
-    Members differ by the noise on their logits alone, so it is added in eval mode too.
+    Members differ by the noise on their logits alone, so it is added in eval mode too. Arguments as
+    :class:`TiledRouter`.
+
+    Raises:
+        ValueError: if there is no noise, and as :class:`TiledRouter`.
     """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if not self.noise_std:
+            raise ValueError("The members of ensemble='tiling' differ by noise alone: give a noise_std above 0.")
 
     def _is_noisy(self) -> bool:
         return True
@@ -321,6 +334,10 @@ class EnsembleRouter(TiledRouter):
                 f"top_k={top_k} exceeds the {num_experts // ensemble_size} experts that each of the {ensemble_size} "
                 f"members has of num_experts={num_experts}."
             )
+
+    def routing_degree(self) -> int:
+        """That of all members together."""
+        return math.comb(self.num_experts // self.ensemble_size, self.top_k) ** self.ensemble_size
 
     def _by_member(self, x_GBN: Tensor) -> Tensor:
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
