@@ -148,7 +148,7 @@ def test_info_gives_reasons_and_says_where_there_is_no_figure(capsys):
     assert main(["info", "vmoe_s32"]) == 0
     out = capsys.readouterr().out
     assert "23.22, here 23.937 with img_size=384 capacity_factor=1.5 top_k=1; 3 to 4 % above\n" in out
-    assert "illegible, here 166.680 with num_classes=18291 pre_logits=True\n" in out
+    assert "not legible, here 166.680 with num_classes=18291 pre_logits=True\n" in out
 
 
 @pytest.mark.parametrize(
