@@ -118,7 +118,9 @@ def test_classes_without_images_are_left_out(data, tmp_path):
 
 def made_up(expert_of_image, experts, labels):
     count_IE = nn.functional.one_hot(torch.tensor(expert_of_image), experts).int()
-    return Routes("layer", 1, count_IE.shape[1], count_IE, torch.tensor(labels), [str(label) for label in sorted(set(labels))])
+    return Routes(
+        "layer", 1, count_IE.shape[1], count_IE, torch.tensor(labels), [str(label) for label in sorted(set(labels))]
+    )
 
 
 def test_mutual_information():
