@@ -15,7 +15,7 @@ from .callbacks.source import ModelSpec, describe
 from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
-from .gather import GATHERS
+from .gather import METHODS
 from .info import ModelInfo, model_info, registered_models
 from .papers import comparisons
 from .routes import check_output, collect_routes, summarize_all, write_routes
@@ -78,8 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--method",
         default="average",
-        choices=list(GATHERS),
+        choices=list(METHODS),
         help="how the experts become one network (default: %(default)s)",
+    )
+    export.add_argument(
+        "--svd-ratio",
+        type=float,
+        metavar="R",
+        help="of --method svd: share of the singular values kept (default: 0.75)",
     )
     export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
     _add_spec_options(export)
@@ -193,6 +199,7 @@ def _export(args: argparse.Namespace) -> None:
         args.source,
         args.output_dir,
         args.method,
+        svd_ratio=args.svd_ratio,
         spec=_spec(args),
         use_ema=args.use_ema,
         overwrite=args.overwrite,
@@ -201,11 +208,11 @@ def _export(args: argparse.Namespace) -> None:
     print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
     difference = result.largest_difference
     compared = f"differ by at most {difference:.3g} from" if difference else "equal"
-    source = "those of the mean of the experts" if result.routed else "the expert model's"
+    source = "the expert model's" if result.exact else "those of the network made of the experts"
     loader = "timm with this package" if result.architecture in registered_models() else "stock timm"
     print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
-    if result.routed:
-        print("Its experts were routed, so it is not the model that was trained: validate it before you use it.")
+    if not result.exact:
+        print("It is not the model that was trained: validate it, or train it further, before you use it.")
     print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import logging
 import re
+import time
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ from timm.models import register_notrace_module
 from timm.utils import unwrap_model
 from torch import nn
 
-from .gather import get_gather
+from .gather import get_method
 from .layers import (
     EnsembleRouter,
     EwaMlp,
@@ -27,6 +29,11 @@ from .layers import (
 from .schedules import check_share_rate, get_schedule
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_logger = logging.getLogger(__name__)
+
+#: Seconds between two lines about the progress.
+PROGRESS_INTERVAL = 10.0
 
 #: Feed-forward networks that act on each token by itself.
 FFN_CLASSES = (Mlp, GluMlp, SwiGLU)
@@ -287,27 +294,32 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
     return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, MoeMlp)}
 
 
-def to_dense(model: nn.Module, method: str = "average") -> nn.Module:
+def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
     """A new model of stock timm classes in which one feed-forward network stands for the experts of each layer.
 
     Args:
         model: a model with expert layers; it is left as it is. Wrappers (DDP, torch.compile, EMA) are taken off.
-        method: ``"average"``, the mean of the experts (EWA, eq. 7).
+        method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``, ``"topk"``, ``"svd"``;
+            see ``timm_moe.gather``. A shared expert counts as one of the experts.
+        svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
-        ValueError: if the model has no expert layers or the method is unknown.
+        ValueError: if the model has no expert layers, the method is unknown or does not fit the networks, or
+            ``svd_ratio`` is not above 0 and at most 1.
     """
-    gather = get_gather(method)
+    gather = get_method(method, svd_ratio)
     model = unwrap_model(model)
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
-    if any(isinstance(layer, SharedExpertMlp) for layer in layers.values()):
-        raise ValueError(
-            "This model has shared experts: the sum of a shared and a routed expert is no network of stock shape."
-        )
     # Standing in the memo, the dense networks take the place of the expert layers, which are never copied.
-    memo: dict[int, Any] = {id(layer): gather(layer) for layer in layers.values()}
+    memo: dict[int, Any] = {}
+    told = time.monotonic()
+    for done, (path, layer) in enumerate(layers.items()):
+        if time.monotonic() - told > PROGRESS_INTERVAL:
+            told = time.monotonic()
+            _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, len(layers))
+        memo[id(layer)] = layer.to_ffn(gather(layer.networks()))
     dense = copy.deepcopy(model, memo)
     for module in dense.modules():
         for handle, hook in list(module._forward_pre_hooks.items()):

@@ -1,25 +1,114 @@
-"""Many feed-forward networks into one."""
+"""Many feed-forward networks into one: averaging (EWA) and OneS's gathering (arXiv 2201.10890, section 3.2).
 
-from collections.abc import Callable
+Each method is a function of the stacked tensors of E networks, by the names that they have in one network: weights
+(E, out, in), biases and all else (E, size). It returns those of one network. Biases are always averaged (eq. 7).
+"""
 
-from torch import nn
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from .layers import Experts
+import torch
+from torch import Tensor
+
 from .layers.experts import mean_over_experts
 
-
-def average(experts: Experts) -> nn.Module:
-    """The dense network whose every tensor is the mean of the experts' (EWA, eq. 7)."""
-    return experts.to_ffn(
-        {name: mean_over_experts(stacked.detach()) for name, stacked in experts.named_expert_parameters()}
-    )
+Weights = Mapping[str, Tensor]
 
 
-GATHERS: dict[str, Callable[[Experts], nn.Module]] = {"average": average}
+def average(stacked: Weights) -> dict[str, Tensor]:
+    """The mean of every tensor (EWA, arXiv 2308.06093, eq. 7; OneS, "Avg")."""
+    return {name: mean_over_experts(tensor) for name, tensor in stacked.items()}
 
 
-def get_gather(method: str) -> Callable[[Experts], nn.Module]:
-    """The method of that name; ValueError if there is none."""
-    if method not in GATHERS:
-        raise ValueError(f"method must be one of {', '.join(GATHERS)}, got {method!r}.")
-    return GATHERS[method]
+def add(stacked: Weights) -> dict[str, Tensor]:
+    """The sum of the weights (OneS, "Sum"). It is not divided by E: of a routed model's experts few act on a token."""
+    return _gather_weights(stacked, lambda weight_EOI: weight_EOI.sum(0))
+
+
+def top_units(stacked: Weights) -> dict[str, Tensor]:
+    """The strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
+
+    The strength of a unit is the sum of the norms of its weights to and from it; what leads into a unit and out of it
+    is kept together. If E does not divide H, the first experts give one unit more.
+
+    Raises:
+        ValueError: if the network is not of layers into one hidden layer and one, named ``fc2``, out of it.
+    """
+    if "fc2.weight" not in stacked or stacked["fc2.weight"].ndim != 3:
+        raise ValueError("Gathering by top-k needs a network whose last layer is fc2.")
+    outward_EDH = stacked["fc2.weight"]
+    num_experts, _, hidden = outward_EDH.shape
+    weights = [name for name, tensor in stacked.items() if tensor.ndim == 3 and name != "fc2.weight"]
+    if not weights or any(stacked[name].shape[1] % hidden for name in weights):
+        raise ValueError("Gathering by top-k needs layers that lead into the hidden units of fc2.")
+    # A gated network has two rows for a unit, in one layer or in two.
+    inward = {name: stacked[name].unflatten(1, (-1, hidden)) for name in weights}
+    strength_EH = outward_EDH.norm(dim=1) + sum(rows.norm(dim=3).sum(1) for rows in inward.values())
+    sizes = [hidden // num_experts + (expert < hidden % num_experts) for expert in range(num_experts)]
+    kept = [row.topk(size).indices.sort().values for row, size in zip(strength_EH, sizes, strict=True)]
+
+    def of_kept(tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat([part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim)
+
+    return {
+        **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3}),
+        **{name: of_kept(rows, 1).flatten(0, 1) for name, rows in inward.items()},
+        "fc2.weight": of_kept(outward_EDH, 1),
+    }
+
+
+def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
+    """The sum of the experts' weights, each of the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
+
+    Args:
+        stacked: as above.
+        ratio: of each weight, the largest singular values are kept until their sum is this share of that of all; with
+            1 this is :func:`add`.
+
+    Raises:
+        ValueError: unless 0 < ratio <= 1.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"svd_ratio must be above 0 and at most 1, got {ratio}.")
+    return _gather_weights(stacked, lambda weight_EOI: sum(_truncated(weight, ratio) for weight in weight_EOI))
+
+
+def _truncated(weight: Tensor, ratio: float) -> Tensor:
+    if ratio == 1:
+        return weight
+    precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    u, values, v = torch.linalg.svd(precise, full_matrices=False)
+    rank = int((values.cumsum(0) < ratio * values.sum()).sum()) + 1
+    return ((u[:, :rank] * values[:rank]) @ v[:rank]).to(weight.dtype)
+
+
+def _gather_weights(stacked: Weights, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    means = average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3})
+    return {name: means[name] if name in means else gather(tensor) for name, tensor in stacked.items()}
+
+
+METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "average": average,
+    "sum": add,
+    "topk": top_units,
+    "svd": singular_values,
+}
+
+
+def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights], dict[str, Tensor]]:
+    """The method of that name.
+
+    Args:
+        name: a key of :data:`METHODS`.
+        svd_ratio: ratio of ``"svd"``, by default 0.75.
+
+    Raises:
+        ValueError: if there is no such method, or a ratio is given to another than ``"svd"``.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
+    if svd_ratio is None:
+        return METHODS[name]
+    if name != "svd":
+        raise ValueError(f"svd_ratio is an option of method='svd', got method={name!r}.")
+    return partial(METHODS[name], ratio=svd_ratio)

@@ -38,16 +38,17 @@ class Export:
         architecture: registered name of the stock model.
         parameters: number of its parameters.
         largest_difference: largest absolute difference between an output of the source model and of the stock model
-            that timm loaded from the folder, on random images. Routed experts are no dense model: where the source has
-            them, the dense model that was made of it stands in its place.
-        routed: whether the source has routed experts.
+            that timm loaded from the folder, on random images. Where no dense model computes what the source does, the
+            one that was made of it stands in its place.
+        exact: whether the source computes what the dense model does in eval mode: the mean of EWA's experts does,
+            anything else does not.
     """
 
     path: Path
     architecture: str
     parameters: int
     largest_difference: float
-    routed: bool
+    exact: bool
 
 
 def export_dense(
@@ -55,6 +56,7 @@ def export_dense(
     output_dir: str | Path,
     method: str = "average",
     *,
+    svd_ratio: float | None = None,
     spec: ModelSpec | None = None,
     model_args: dict[str, Any] | None = None,
     use_ema: bool = False,
@@ -71,6 +73,7 @@ def export_dense(
             :func:`timm_moe.callbacks.source.load_source`.
         output_dir: folder to write, in an existing folder.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
+        svd_ratio: likewise.
         spec: model to create for a file that does not name it.
         model_args: arguments that ``timm.create_model`` needs for the stock model, where the source does not tell them
             (a model converted in memory, under a timm that does not record them).
@@ -88,8 +91,8 @@ def export_dense(
         _logger.info("Loading %s ...", source)
     model = unwrap_model(load_source(source, spec, use_ema))
     _logger.info("Making one network of the experts and checking the result ...")
-    dense = to_dense(model, method).eval()
-    routed = any(not isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
+    dense = to_dense(model, method, svd_ratio).eval()
+    exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
     if not hasattr(dense, "pretrained_cfg"):
         raise ValueError(f"This {type(dense).__name__} was not made by timm.create_model, so timm could not load it.")
     if not allow_nonfinite:
@@ -98,10 +101,10 @@ def export_dense(
     with _staging_folder(target) as folder:
         _save(dense, folder, target, model_args)
         stock = _load_stock(folder)
-        difference = _largest_difference(dense if routed else model, stock)
+        difference = _largest_difference(model if exact else dense, stock)
         _publish(folder, target)
     parameters = sum(parameter.numel() for parameter in stock.parameters())
-    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters, difference, routed)
+    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters, difference, exact)
 
 
 def check_target(output_dir: str | Path, overwrite: bool) -> Path:

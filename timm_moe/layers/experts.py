@@ -91,6 +91,10 @@ class Experts(Stacked):
         # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
+    def networks(self) -> dict[str, Tensor]:
+        """The weights of all networks of the layer, stacked, without a graph."""
+        return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
+
     def run(self, x_ND: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Apply expert e to the e-th run of rows.
 

@@ -125,6 +125,11 @@ class SharedExpertMlp(MoeMlp):
                 shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
                 state_dict.setdefault(f"{prefix}shared.{name}", shared)
 
+    def networks(self) -> dict[str, Tensor]:
+        """Those of the routed experts, then the shared one."""
+        shared = dict(self.shared.named_parameters())
+        return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in super().networks().items()}
+
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """As :class:`MoeMlp`; a routing is that of the routed experts."""
         return self.shared(x) + super().forward(x, routing)

@@ -130,7 +130,9 @@ def _in_groups(blocks: list[nn.Module], groups: int) -> list[nn.Module]:
 
 
 #: Preprocessing as for V-MoE-S.
-default_cfgs = generate_default_cfgs({"widenet_b": VMOE_S_CFG, "widenet_l": VMOE_S_CFG, "widenet_h": VMOE_S_CFG})
+default_cfgs = generate_default_cfgs(
+    {f"{family}_{size}": VMOE_S_CFG for family in ("widenet", "ones") for size in ("b", "l", "h")}
+)
 
 #: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds capacities down.
 _WIDENET = dict(
@@ -150,45 +152,74 @@ _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=Fal
 _OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=True, pre_logits=True)
 
 
-def _create(variant: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
-    official = kwargs.pop("official_compat", False)
-    if not isinstance(official, bool):
-        raise ValueError(f"official_compat must be True or False, got {official!r}.")
-    model_args = {**_POOLING, **(_OFFICIAL if official else {}), **model_args}
+_SIZES: dict[str, dict[str, Any]] = {
+    "b": dict(embed_dim=768, depth=12, num_heads=12, mlp_ratio=4096 / 768),
+    "l": dict(embed_dim=1024, depth=24, num_heads=16),
+    "h": dict(embed_dim=1280, depth=32, num_heads=16),
+}
+
+
+def _create(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if kwargs.get("num_experts") == 0:
-        return _create_without_experts(variant, pretrained, model_args, kwargs)
-    model = create_moe_vit(variant, variant, pretrained, {**_WIDENET, **model_args}, kwargs, WideNet)
-    if isinstance(model, WideNet) and model.dense_args is not None:  # it becomes the same without experts
-        model.dense_args |= {"num_experts": 0, "official_compat": official}
+        return _create_without_experts(f"widenet_{size}", size, pretrained, kwargs)
+    model_args = {**_WIDENET, **_size_and_head(size, kwargs)}
+    model = create_moe_vit(f"widenet_{size}", f"ones_{size}", pretrained, model_args, kwargs, WideNet)
+    if isinstance(model, WideNet) and model.dense_args is not None:
+        model.dense_args["official_compat"] = model.zero_class_token
         model.dense_args.pop("routing_groups", None)
     return model
 
 
-def _create_without_experts(
-    variant: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]
-) -> nn.Module:
+def _create_without_experts(variant: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     """One dense network for all blocks."""
     foreign = [name for name in kwargs if name in (*MOE_OPTIONS, "routing_groups") and name != "num_experts"]
-    if foreign:
-        raise ValueError(f"{foreign[0]} is an option of experts, and num_experts=0 leaves none.")
-    kwargs = {name: value for name, value in kwargs.items() if name != "num_experts"}
+    if foreign or kwargs.pop("num_experts", 0):
+        raise ValueError(
+            f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {variant} has not."
+        )
+    model_args = _size_and_head(size, kwargs)
     return create_moe_vit(variant, variant, pretrained, model_args, kwargs, SharedVisionTransformer)
+
+
+def _size_and_head(size: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a size; takes ``official_compat`` from the caller's."""
+    official = kwargs.pop("official_compat", False)
+    if not isinstance(official, bool):
+        raise ValueError(f"official_compat must be True or False, got {official!r}.")
+    return {**_POOLING, **(_OFFICIAL if official else {}), **_SIZES[size]}
 
 
 @register_model
 def widenet_b(pretrained: bool = False, **kwargs) -> nn.Module:
     """WideNet-B."""
-    model_args = dict(embed_dim=768, depth=12, num_heads=12, mlp_ratio=4096 / 768)
-    return _create("widenet_b", pretrained, model_args, kwargs)
+    return _create("b", pretrained, kwargs)
 
 
 @register_model
 def widenet_l(pretrained: bool = False, **kwargs) -> nn.Module:
     """WideNet-L."""
-    return _create("widenet_l", pretrained, dict(embed_dim=1024, depth=24, num_heads=16), kwargs)
+    return _create("l", pretrained, kwargs)
 
 
 @register_model
 def widenet_h(pretrained: bool = False, **kwargs) -> nn.Module:
     """WideNet-H."""
-    return _create("widenet_h", pretrained, dict(embed_dim=1280, depth=32, num_heads=16), kwargs)
+    return _create("h", pretrained, kwargs)
+
+
+@register_model
+def ones_b(pretrained: bool = False, **kwargs) -> nn.Module:
+    """OneS's student of WideNet-B (arXiv 2201.10890): one dense network, as wide as an expert, for all blocks."""
+    return _create_without_experts("ones_b", "b", pretrained, kwargs)
+
+
+@register_model
+def ones_l(pretrained: bool = False, **kwargs) -> nn.Module:
+    """OneS's student of WideNet-L."""
+    return _create_without_experts("ones_l", "l", pretrained, kwargs)
+
+
+@register_model
+def ones_h(pretrained: bool = False, **kwargs) -> nn.Module:
+    """OneS's student of WideNet-H."""
+    return _create_without_experts("ones_h", "h", pretrained, kwargs)

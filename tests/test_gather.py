@@ -1,0 +1,153 @@
+"""Many networks into one: OneS's methods against the golden file, and what must hold exactly."""
+
+import pytest
+import timm
+import torch
+from conftest import SMALL_VIT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import GluMlp, Mlp, SwiGLU
+
+import timm_moe
+from timm_moe.gather import METHODS, add, average, get_method, singular_values, top_units
+from timm_moe.layers import Experts
+
+
+@pytest.fixture
+def case(golden):
+    return golden("ones_kg")
+
+
+def stacked(case):
+    """The golden file's networks in torch's layout."""
+    return {
+        "fc1.weight": case["W1"].mT,
+        "fc1.bias": case["b1"],
+        "fc2.weight": case["W2"].mT,
+        "fc2.bias": case["b2"],
+    }
+
+
+def check(result, case, name):
+    expected = {
+        "fc1.weight": case[f"{name}_W1{'_sorted' if name == 'topk' else ''}"].T,
+        "fc1.bias": case["b1_avg"],
+        "fc2.weight": case[f"{name}_W2{'_sorted' if name == 'topk' else ''}"].T,
+        "fc2.bias": case["b2_avg"],
+    }
+    assert result.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize(("method", "name"), [(average, "avg"), (add, "sum"), (top_units, "topk")])
+def test_methods_match_the_golden_file(case, method, name):
+    check(method(stacked(case)), case, name)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.9, 1.0])
+def test_svd_matches_the_golden_file(case, ratio):
+    check(singular_values(stacked(case), ratio), case, f"svd{ratio}")
+
+
+shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9))
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
+def test_identities(shape, ffn, seed):
+    num_experts, width, hidden = shape
+    torch.manual_seed(seed)
+    hidden = 2 * hidden if ffn is GluMlp else hidden
+    equal = Experts(ffn(width, hidden), num_experts, "same").double().networks()
+    one = {name: tensor[0] for name, tensor in equal.items()}
+    torch.testing.assert_close(average(equal), one)
+    apart = Experts(ffn(width, hidden), num_experts, "independent").double().networks()
+    total = add(apart)
+    for name, tensor in apart.items():
+        torch.testing.assert_close(total[name], tensor.sum(0) if tensor.ndim == 3 else tensor.mean(0))
+    torch.testing.assert_close(singular_values(apart, 1.0), total)
+    if num_experts == 1:
+        for method in (add, top_units):
+            torch.testing.assert_close(method(apart), one | {name: tensor[0] for name, tensor in apart.items()})
+    assert {name: tensor.shape for name, tensor in top_units(apart).items()} == {
+        name: tensor.shape[1:] for name, tensor in apart.items()
+    }
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
+def test_hidden_units_stay_whole(shape, ffn, seed):
+    """The gathered network without biases is the sum of what each expert's strongest units compute."""
+    num_experts, width, hidden = shape
+    torch.manual_seed(seed)
+    layer = Experts(ffn(width, 2 * hidden if ffn is GluMlp else hidden), num_experts, "independent").double()
+    networks = {name: tensor * (tensor.ndim == 3) for name, tensor in layer.networks().items()}
+    outward = networks["fc2.weight"]
+    hidden = outward.shape[2]
+    inward = [
+        tensor.unflatten(1, (-1, hidden))
+        for name, tensor in networks.items()
+        if name.startswith("fc1") and tensor.ndim == 3
+    ]
+    expected, x = 0, torch.randn(3, width).double()
+    for expert in range(num_experts):
+        strength = outward[expert].norm(dim=0) + sum(w[expert].norm(dim=2).sum(0) for w in inward)
+        count = hidden // num_experts + (expert < hidden % num_experts)
+        silent = torch.ones(hidden, dtype=torch.bool)
+        silent[strength.argsort(descending=True)[:count]] = False
+        weights = {name: tensor[expert].clone() for name, tensor in networks.items()}
+        weights["fc2.weight"][:, silent] = 0
+        expected = expected + layer.to_ffn(weights)(x)
+    torch.testing.assert_close(layer.to_ffn(top_units(networks))(x), expected)
+
+
+def test_equal_experts_give_their_strongest_units_many_times():
+    layer = Experts(Mlp(4, 8), 4, "same")
+    gathered = top_units(layer.networks())["fc1.weight"]
+    torch.testing.assert_close(gathered, gathered[:2].repeat(4, 1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["vit_tiny_moe", "vit_tiny_ewa_moe", "vimoe_s14_shared", "vmoe_pbe_s32"])
+def test_every_kind_of_model_becomes_a_stock_model(method, name, images, tmp_path):
+    options = dict(num_experts=2) if "ewa" not in name else {}
+    model = timm.create_model(name, **options, **SMALL_VIT).eval()
+    dense = timm_moe.to_dense(model, method).eval()
+    assert type(dense).__name__ == "VisionTransformer"
+    export = timm_moe.export_dense(model, tmp_path / "dense", method)
+    loaded = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), dense(images))
+
+
+def test_a_shared_expert_is_one_of_the_experts():
+    model = timm.create_model("vimoe_s14_shared", num_experts=2, expert_init="independent", **SMALL_VIT)
+    layer = timm_moe.moe_layers(model)["blocks.3.mlp"]
+    mean = timm_moe.to_dense(model).blocks[3].mlp.fc1.weight
+    expected = (layer.fc1.weight.sum(0) + layer.shared.fc1.weight) / 3
+    torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mean",), "method must be one of average, sum, topk, svd, got 'mean'"),
+        (("sum", 0.5), "svd_ratio is an option of method='svd', got method='sum'"),
+    ],
+)
+def test_bad_methods(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        get_method(*arguments)
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 1.1, float("nan")])
+def test_bad_ratios(case, ratio):
+    with pytest.raises(ValueError, match="svd_ratio must be above 0 and at most 1"):
+        get_method("svd", ratio)(stacked(case))
+
+
+def test_top_k_needs_hidden_units():
+    with pytest.raises(ValueError, match="whose last layer is fc2"):
+        top_units({"linear.weight": torch.zeros(2, 3, 3)})
+    with pytest.raises(ValueError, match="lead into the hidden units of fc2"):
+        top_units({"fc1.weight": torch.zeros(2, 5, 3), "fc2.weight": torch.zeros(2, 3, 4)})
