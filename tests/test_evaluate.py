@@ -243,3 +243,14 @@ def test_progress_is_told(data, model, monkeypatch, caplog):
     with caplog.at_level("INFO", "timm_moe"):
         evaluate([model], image_folder(data), inference=HERE)
     assert f"{data / 'val'}: 7 of 30 images ..." in caplog.messages
+
+
+def test_benefits_of_the_papers_table_2(capsys):
+    """OneS, arXiv 2201.10890, tables 1 and 2: students of WideNet-B (77.5 %, dense 72.8 %)."""
+    for accuracy, benefit in ((73.8, 21.3), (74.8, 42.6), (75.2, 51.1), (75.3, 53.2), (75.7, 61.7)):
+        assert main(["benefits", "--student", str(accuracy), "--teacher", "77.5", "--dense", "72.8"]) == 0
+        assert f"MoE benefits kept by the student: {benefit}%" in capsys.readouterr().out
+    assert main(["benefits", "--student", "a.pth", "--teacher", "77.5", "--dense", "72.8"]) == 1
+    assert "To measure a.pth on images, name their folder with --data-dir" in capsys.readouterr().err
+    assert main(["benefits", "--student", "70", "--teacher", "72.8", "--dense", "72.8"]) == 1
+    assert "its experts bring nothing" in capsys.readouterr().err

@@ -121,6 +121,18 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     evaluate.set_defaults(command=_evaluate)
 
+    benefits = commands.add_parser("benefits", help="the share of what experts bring that a dense student keeps (OneS)")
+    for role, text in (
+        ("student", "the dense model made of the teacher"),
+        ("teacher", "the model with experts"),
+        ("dense", "a dense model trained by itself"),
+    ):
+        benefits.add_argument(
+            f"--{role}", required=True, metavar="CHECKPOINT", help=f"{text}, or its top-1 accuracy in percent"
+        )
+    _add_data_options(benefits, required=False)
+    benefits.set_defaults(command=_benefits)
+
     routes = commands.add_parser("routes", help="which classes a routed model sends to which experts")
     routes.add_argument(
         "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
@@ -156,9 +168,9 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     _add_model_options(model)
 
 
-def _add_data_options(parser: argparse.ArgumentParser) -> None:
+def _add_data_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Images and how to run a checkpoint on them, named as in timm's validate.py."""
-    parser.add_argument("--data-dir", required=True, metavar="DIR", help="folder of images")
+    parser.add_argument("--data-dir", required=required, metavar="DIR", help="folder of images")
     parser.add_argument("--split", default="validation", metavar="NAME", help="folder in it (default: %(default)s)")
     parser.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
     parser.add_argument("-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)")
@@ -239,6 +251,29 @@ def _evaluate(args: argparse.Namespace) -> None:
     print("\n".join([*args.sources, table(result)]))
     if args.json:
         write_json(args.json, {**_settings(args, "sources", "ood_data_dir", "ood_split"), "metrics": result})
+
+
+def _benefits(args: argparse.Namespace) -> None:
+    from .evaluation import moe_benefits
+
+    accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
+    benefit = moe_benefits(**accuracies)
+    for role, accuracy in accuracies.items():
+        print(f"  {role:<8} top-1 {accuracy:7.2%}")
+    print(f"MoE benefits kept by the student: {benefit:.1%}")
+
+
+def _accuracy(source: str, args: argparse.Namespace) -> float:
+    """Top-1 accuracy as a share: given in percent, or measured."""
+    from .evaluation import evaluate
+
+    try:
+        return float(source) / 100
+    except ValueError:
+        if args.data_dir is None:
+            raise ValueError(f"To measure {source} on images, name their folder with --data-dir.") from None
+    images = image_folder(args.data_dir, args.split, args.class_map)
+    return 1 - evaluate([source], images, spec=_spec(args), use_ema=args.use_ema, inference=_inference(args))["error"]
 
 
 def _routes(args: argparse.Namespace) -> None:

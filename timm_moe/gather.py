@@ -70,7 +70,14 @@ def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
     """
     if not 0 < ratio <= 1:
         raise ValueError(f"svd_ratio must be above 0 and at most 1, got {ratio}.")
-    return _gather_weights(stacked, lambda weight_EOI: sum(_truncated(weight, ratio) for weight in weight_EOI))
+    return _gather_weights(stacked, partial(_sum_truncated, ratio=ratio))
+
+
+def _sum_truncated(weight_EOI: Tensor, ratio: float) -> Tensor:
+    total = torch.zeros_like(weight_EOI[0])
+    for weight in weight_EOI:  # one at a time, for little memory
+        total += _truncated(weight, ratio)
+    return total
 
 
 def _truncated(weight: Tensor, ratio: float) -> Tensor:
