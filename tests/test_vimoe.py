@@ -85,11 +85,6 @@ def test_a_checkpoint_with_a_shared_expert_says_so():
         timm.create_model("vimoe_s14", **DINO).load_state_dict(checkpoint)
 
 
-def test_no_dense_network_stands_for_a_shared_and_a_routed_expert():
-    with pytest.raises(ValueError, match="has shared experts: the sum of a shared and a routed expert is no network"):
-        timm_moe.to_dense(timm.create_model("vimoe_s14_shared", **DINO))
-
-
 @pytest.mark.parametrize("options", [dict(class_token=False, global_pool="avg"), dict()])
 def test_image_routing_needs_a_class_token(options):
     name = "vit_tiny_patch16_224" if options else "swin_tiny_patch4_window7_224"

@@ -200,8 +200,8 @@ def _widenet_tables_4_and_5() -> Iterator[Figure]:
 
 
 def _ones() -> Iterator[Figure]:
-    for model, printed in (("widenet_b", "10"), ("widenet_l", "15")):
-        yield Figure("OneS", "table 1", model, PARAMETERS, printed, {**_OFFICIAL, "num_experts": 0}, floor=True)
+    for model, printed in (("ones_b", "10"), ("ones_l", "15")):
+        yield Figure("OneS", "table 1", model, PARAMETERS, printed, _OFFICIAL, floor=True)
     yield Figure("OneS", "table 2", "widenet_b", PLACES, "2.4")
 
 
