@@ -200,4 +200,7 @@ def test_info_of_shared_experts(capsys):
     out = capsys.readouterr().out
     assert "4 in one layer, the model has 12 blocks, a token takes 2" in out
     assert "  paper                  WideNet, arXiv 2107.11817\n" in out
-    assert "    table 1              parameters (M): 10, here 10.799 with official_compat=True num_experts=0\n" in out
+    assert main(["info", "ones_b"]) == 0
+    out = capsys.readouterr().out
+    assert "experts                none" in out
+    assert "    table 1              parameters (M): 10, here 10.799 with official_compat=True\n" in out
