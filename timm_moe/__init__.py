@@ -5,6 +5,7 @@ from .callbacks import timm_hooks
 from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
 from .callbacks.export import export_dense
+from .callbacks.hub import push_dense, push_moe
 from .convert import convert_to_moe, moe_layers, to_dense
 from .layers import MemberLoss
 from .version import __version__
@@ -21,6 +22,8 @@ __all__ = [
     "export_dense",
     "models",
     "moe_layers",
+    "push_dense",
+    "push_moe",
     "routing_summary",
     "to_dense",
 ]

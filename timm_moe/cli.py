@@ -11,6 +11,7 @@ import torch
 from timm.utils import ParseKwargs
 
 from .callbacks.export import export_dense
+from .callbacks.hub import Push, push_dense, push_moe
 from .callbacks.source import ModelSpec, describe
 from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
@@ -92,6 +93,36 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
     export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
     export.set_defaults(command=_export)
+
+    push = commands.add_parser("push", help="publish the dense model of a checkpoint, or the expert model, on the Hub")
+    push.add_argument("source", metavar="DIR_OR_CHECKPOINT", help="exported folder, or whatever export takes")
+    push.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
+    push.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
+    push.add_argument("--private", action="store_true", help="make the repository a private one")
+    push.add_argument("--revision", metavar="NAME", help="branch, made if it is not there (default: main)")
+    push.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    push.add_argument(
+        "--dry-run", action="store_true", help="do everything but upload: needs neither login nor network"
+    )
+    push.add_argument(
+        "--method",
+        default="average",
+        choices=list(GATHERS),
+        help="how the experts become one network (default: %(default)s)",
+    )
+    push.add_argument("--use-ema", action="store_true", help="publish the EMA weights of the checkpoint")
+    push.add_argument("--license", metavar="NAME", help="for the model card, as the Hub abbreviates it: apache-2.0")
+    push.add_argument("--dataset", metavar="NAME", help="for the model card, what the model was trained on")
+    push.add_argument(
+        "--metrics",
+        nargs="*",
+        default={},
+        action=_ModelKwargs,
+        metavar="NAME=VALUE",
+        help="for the model card, results of the model that is published, as top1=77.1",
+    )
+    _add_spec_options(push)
+    push.set_defaults(command=_push)
 
     listing = commands.add_parser("list", help="list the registered models")
     listing.add_argument("filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'")
@@ -226,6 +257,27 @@ def _export(args: argparse.Namespace) -> None:
     if not result.exact:
         print("It is not the model that was trained: validate it, or train it further, before you use it.")
     print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
+
+
+def _push(args: argparse.Namespace) -> None:
+    options = {
+        name: getattr(args, name)
+        for name in ("private", "revision", "create_pr", "dry_run", "use_ema", "license", "dataset", "metrics")
+    }
+    if args.moe:
+        pushed = push_moe(args.source, args.repo_id, spec=_spec(args), **options)
+    else:
+        pushed = push_dense(args.source, args.repo_id, method=args.method, spec=_spec(args), **options)
+    print("Checked: timm loads the model, bit for bit.")
+    print(_uploaded(pushed))
+    print(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
+
+
+def _uploaded(pushed: Push) -> str:
+    files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
+    if pushed.url is None:
+        return "\n".join([f"Not uploaded (dry run), to {pushed.repo_id}:", *files, "README.md would be:", pushed.card])
+    return "\n".join([f"Uploaded to {pushed.repo_id} in one commit:", *files, pushed.url])
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:

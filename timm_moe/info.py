@@ -72,11 +72,12 @@ class Cost:
 
 def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
     """Names of this package's models, or of their pretrained tags, that match a pattern with wildcards."""
-    return [
-        name
-        for name in timm.list_models(pattern, pretrained=pretrained)
-        if model_entrypoint(name).__module__.startswith(f"{__package__}.")
-    ]
+    return [name for name in timm.list_models(pattern, pretrained=pretrained) if is_registered_here(name)]
+
+
+def is_registered_here(name: str) -> bool:
+    """Whether timm creates the model of that name by this package."""
+    return timm.is_model(name) and model_entrypoint(name).__module__.startswith(f"{__package__}.")
 
 
 def weightless_model(name: str, **kwargs: Any) -> nn.Module:

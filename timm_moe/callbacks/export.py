@@ -1,5 +1,6 @@
 """After training: the dense model as safetensors, in the layout that timm and the Hub read."""
 
+import copy
 import logging
 import os
 import pickle
@@ -19,6 +20,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..convert import moe_layers, to_dense
+from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
 from .source import ModelSpec, describe, load_source
@@ -100,11 +102,54 @@ def export_dense(
     _describe_input(dense)
     with _staging_folder(target) as folder:
         _save(dense, folder, target, model_args)
-        stock = _load_stock(folder)
+        stock = _load(folder, "Stock timm")
         difference = _largest_difference(model if exact else dense, stock)
         _publish(folder, target)
-    parameters = sum(parameter.numel() for parameter in stock.parameters())
-    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters, difference, exact)
+    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters(stock), difference, exact)
+
+
+def export_moe(model: nn.Module, output_dir: str | Path, model_args: dict[str, Any] | None = None) -> Path:
+    """Write an expert model as it is for ``timm.create_model("local-dir:DIR", pretrained=True)`` with this package.
+
+    What was written is loaded again before the folder appears under its name: its tensors must be the model's bit for
+    bit, its outputs on random images the same.
+
+    Args:
+        model: an expert model of a registered name.
+        output_dir: folder to write, in an existing folder; empty or not there yet.
+        model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
+
+    Raises:
+        ValueError: if the model has no expert layers or no registered name, its weights are not finite, or what was
+            written does not give it back.
+        OSError: if the folder is in use or cannot be written.
+    """
+    target = check_target(output_dir, overwrite=False)
+    model = copy.copy(unwrap_model(model))  # its config changes below, the caller's does not
+    if not moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+    if not hasattr(model, "pretrained_cfg") or not is_registered_here(get_pretrained_cfg(model)["architecture"]):
+        raise ValueError(
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
+            "registered model of timm_moe and load the weights into it."
+        )
+    _require_finite(model)
+    _describe_input(model)
+    with _staging_folder(target) as folder:
+        _save(model, folder, target, model_args)
+        loaded = _load(folder, "timm with timm_moe")
+        require_same_tensors(model.state_dict(), loaded)
+        _largest_difference(model, loaded)
+        _publish(folder, target)
+    return target
+
+
+def require_same_tensors(state_dict: dict[str, Tensor], loaded: nn.Module) -> None:
+    """Raise ValueError unless a model that was loaded from a state dict has its tensors bit for bit."""
+    for name, tensor in loaded.state_dict().items():
+        saved = state_dict.get(name)
+        if saved is None or not torch.equal(tensor.to(saved.dtype), saved.to(tensor.device)):
+            raise ValueError(f"{name} is not what was saved after timm has loaded it.")
 
 
 def check_target(output_dir: str | Path, overwrite: bool) -> Path:
@@ -157,10 +202,10 @@ def _staging_folder(target: Path) -> Iterator[Path]:
         yield folder
 
 
-def _save(dense: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None) -> None:
-    args = {**getattr(dense, "_model_args", {}), **(model_args or {})}
+def _save(model: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None) -> None:
+    args = {**_recorded_args(model), **(model_args or {})}
     try:
-        save_for_hf(dense, str(folder), model_args=args, safe_serialization=True)
+        save_for_hf(model, str(folder), model_args=args, safe_serialization=True)
         # safetensors closes its files to other users; config.json has the mode that the user's umask asks for
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -169,7 +214,14 @@ def _save(dense: nn.Module, folder: Path, target: Path, model_args: dict[str, An
         raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
 
 
-def _load_stock(folder: Path) -> nn.Module:
+def _recorded_args(model: nn.Module) -> dict[str, Any]:
+    """What timm, or this package for an older timm, noted down of a model's creation."""
+    if hasattr(timm.models, "get_model_args"):  # it knows, too, what has changed since
+        return timm.models.get_model_args(model)
+    return getattr(model, "_model_args", {})
+
+
+def _load(folder: Path, loader: str) -> nn.Module:
     try:
         return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
@@ -179,7 +231,7 @@ def _load_stock(folder: Path) -> nn.Module:
         ) from error
     except Exception as error:
         raise ValueError(
-            "Stock timm cannot load the exported weights; if the model was created with arguments of its own, state "
+            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
             f"them in model_args. timm says: {describe(error)}"
         ) from error
 
@@ -189,9 +241,13 @@ def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
     reference = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator).to(reference)
-    with _as_deployed(model):
+    stock = stock.to(reference.device, reference.dtype)
+    devices = [reference.device] if reference.is_cuda else []
+    with torch.random.fork_rng(devices), _as_deployed(model), _as_deployed(stock):
+        torch.manual_seed(0)  # some routers draw noise in eval mode too
         expected = model(images)
-    actual = stock.to(reference.device, reference.dtype)(images)
+        torch.manual_seed(0)
+        actual = stock(images)
     if _equal_with_nan(expected, actual):
         return 0.0
     difference = (expected - actual).abs().max().item()

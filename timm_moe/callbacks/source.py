@@ -89,7 +89,10 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     name = spec.name or train_args.get("model")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
-    model = _create(name, **{**_model_args(train_args), **_spec_args(spec)})
+    args = {**_model_args(train_args), **_spec_args(spec)}
+    model = _create(name, **args)
+    if not hasattr(model, "_model_args"):  # timm below 1.0.31 does not keep them
+        model._model_args = {name: value for name, value in args.items() if value is not None}  # type: ignore[assignment]
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:

@@ -1,0 +1,314 @@
+"""After training: a checked model on the Hugging Face Hub, in one commit."""
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,  # the base of all errors of the client's connection, whichever library it uses
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
+from safetensors.torch import load_file
+from timm.utils import unwrap_model
+from torch import nn
+
+from ..convert import moe_layers
+from ..version import __version__
+from .export import export_dense, export_moe, require_same_tensors
+from .model_card import Card, Statements, find_origin
+from .source import ModelSpec, describe, load_source
+
+_logger = logging.getLogger(__name__)
+
+#: Seconds until the Hub must have answered the first request.
+TIMEOUT = 10
+#: What a repository is made of; other files of a folder stay where they are.
+_FILES = ("config.json", "model.safetensors", "README.md")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a model goes.
+
+    Attributes:
+        repo_id: ``user/name``.
+        private: make the repository a private one.
+        revision: branch, made if it is not there; main by default.
+        create_pr: open a pull request instead of committing to the branch.
+
+    Raises:
+        ValueError: if that is no name of a repository or branch.
+    """
+
+    repo_id: str
+    private: bool = False
+    revision: str | None = None
+    create_pr: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            validate_repo_id(self.repo_id)
+        except ValueError as error:
+            raise ValueError(f"{self.repo_id!r} is no name of a repository: {describe(error)}") from error
+        if self.repo_id.count("/") != 1:
+            raise ValueError(f"A repository is named user/name, got {self.repo_id!r}.")
+        if self.revision is not None and not re.fullmatch(r"\w[\w./-]*", self.revision):
+            raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a push uploaded, or would upload.
+
+    Attributes:
+        repo_id: ``user/name``.
+        files: size of each file in bytes.
+        card: text of README.md.
+        url: of the commit or pull request; None after a dry run.
+        revision: to load it from, where that is not main.
+    """
+
+    repo_id: str
+    files: dict[str, int]
+    card: str
+    url: str | None
+    revision: str | None
+
+    @property
+    def model_name(self) -> str:
+        """What ``timm.create_model`` takes."""
+        return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+
+
+def push_dense(
+    source: nn.Module | str | Path,
+    repo_id: str,
+    private: bool = False,
+    *,
+    method: str = "average",
+    revision: str | None = None,
+    create_pr: bool = False,
+    dry_run: bool = False,
+    spec: ModelSpec | None = None,
+    model_args: dict[str, Any] | None = None,
+    use_ema: bool = False,
+    license: str | None = None,
+    dataset: str | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Push:
+    """Publish the dense form of an expert model for ``timm.create_model("hf-hub:user/name", pretrained=True)``.
+
+    Weights, config.json and a model card go up in one commit, after :func:`timm_moe.export_dense` has checked the
+    model; until then nothing is sent but the question who is logged in. The login is that of huggingface_hub: ``hf auth
+    login``, or ``HF_TOKEN`` in the environment.
+
+    Args:
+        source: as for :func:`timm_moe.export_dense`; or the folder of a dense model, which is uploaded as it is, with
+            its own README.md if it has one.
+        repo_id: ``user/name``; the repository is created if it is not there.
+        private: make the repository a private one.
+        method: how the experts become one network, see :func:`timm_moe.to_dense`.
+        revision: branch to commit to, created if it is not there; main by default.
+        create_pr: open a pull request instead.
+        dry_run: do everything but upload; needs neither login nor network.
+        spec: model to create for a file that does not name it.
+        model_args: arguments of ``timm.create_model``, where the source does not tell them.
+        use_ema: publish the EMA weights of a train.py checkpoint.
+        license: for the card, as the Hub abbreviates it; by default that of the pretrained weights training began from.
+        dataset: for the card, the images it was trained on; by default what train.py was given by name.
+        metrics: for the card, results of the published model, as ``{"top1": 77.1}``; by default what train.py measured
+            on these weights, if they still are the same function.
+
+    Raises:
+        ValueError: if an argument is wrong, the export fails, or the Hub finds the card faulty.
+        PermissionError: if nobody is logged in, or the Hub refuses the token, the repository or more storage.
+        ConnectionError: if the Hub cannot be reached, breaks off or fails.
+        OSError: if something cannot be read or written.
+    """
+    destination = Destination(repo_id, private, revision, create_pr)
+    statements = Statements(license, dataset, metrics or {})
+    api = None if dry_run else _log_in()
+    model = unwrap_model(load_source(source, spec, use_ema))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _folder_of(source)
+        expert = None
+        if folder is None or moe_layers(model):
+            folder, expert = Path(temporary, "model"), model
+            export_dense(model, folder, method, model_args=model_args)
+        used = None if expert is None else method
+        card = Card(repo_id, _check(folder), expert, used, find_origin(source, use_ema), statements, revision)
+        return _publish(folder, card, destination, api)
+
+
+def push_moe(
+    source: nn.Module | str | Path,
+    repo_id: str,
+    private: bool = False,
+    *,
+    revision: str | None = None,
+    create_pr: bool = False,
+    dry_run: bool = False,
+    spec: ModelSpec | None = None,
+    model_args: dict[str, Any] | None = None,
+    use_ema: bool = False,
+    license: str | None = None,
+    dataset: str | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Push:
+    """Publish an expert model itself; loading it from the Hub needs this package.
+
+    What is uploaded gives the model back bit for bit: :func:`timm_moe.callbacks.export.export_moe` checks it before.
+
+    Args:
+        source: a model of a registered name, a train.py checkpoint, a safetensors file, or a folder, which is uploaded
+            as it is.
+
+    The other arguments and the errors are those of :func:`push_dense`.
+    """
+    destination = Destination(repo_id, private, revision, create_pr)
+    statements = Statements(license, dataset, metrics or {})
+    api = None if dry_run else _log_in()
+    model = unwrap_model(load_source(source, spec, use_ema))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _folder_of(source)
+        if folder is None:
+            folder = export_moe(model, Path(temporary, "model"), model_args)
+        elif not moe_layers(model):
+            raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
+        card = Card(repo_id, _check(folder), model, None, find_origin(source, use_ema), statements, revision)
+        return _publish(folder, card, destination, api)
+
+
+def _folder_of(source: nn.Module | str | Path) -> Path | None:
+    if isinstance(source, nn.Module):
+        return None
+    path = Path(str(source).removeprefix("local-dir:"))
+    return path if path.is_dir() else None
+
+
+def _check(folder: Path) -> nn.Module:
+    """The model that timm loads from a folder, bit for bit what its file holds."""
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    require_same_tensors(load_file(weights), loaded)
+    return loaded
+
+
+def _publish(folder: Path, card: Card, destination: Destination, api: HfApi | None) -> Push:
+    files: dict[str, Path | bytes] = {name: folder / name for name in _FILES if (folder / name).is_file()}
+    left_out = sorted(file.name for file in folder.iterdir() if file.name not in files)
+    if left_out:
+        _logger.info("Not uploaded: %s.", ", ".join(left_out))
+    text = str(card)
+    if "README.md" in files:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+    files["README.md"] = text.encode()
+    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
+    if api is None:
+        return Push(destination.repo_id, sizes, text, None, destination.revision)
+    _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
+    with _errors_in_a_sentence(destination):
+        url, revision = _commit(api, files, destination)
+    return Push(destination.repo_id, sizes, text, url, revision)
+
+
+def _log_in() -> HfApi:
+    """A client of the Hub, once it has said that it knows the token; asked before any work is done."""
+    with _errors_in_a_sentence():
+        token = get_token()
+        if token is None:
+            raise PermissionError("You are not logged in to the Hub: run hf auth login, or set HF_TOKEN.")
+        if not re.fullmatch(r"[!-~]+", token):  # errors of the connection would print it
+            raise PermissionError("Your token for the Hub holds characters that no token has: run hf auth login again.")
+        api = HfApi(token=True, library_name="timm_moe", library_version=__version__)
+        response = get_session().get(
+            f"{api.endpoint}/api/whoami-v2", headers=build_hf_headers(token=True), timeout=TIMEOUT
+        )
+        hf_raise_for_status(response)
+        if response.json().get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise PermissionError("Your token for the Hub may only read: make one with the role write.")
+    return api
+
+
+def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str, str | None]:
+    """Make what is missing of repository and branch, then one commit; its URL and the revision to load."""
+    repo_id, revision = destination.repo_id, destination.revision
+    try:
+        is_private = api.model_info(repo_id, timeout=TIMEOUT).private
+    except RepositoryNotFoundError:
+        api.create_repo(repo_id, private=destination.private or None)  # else as the organisation has it
+    else:
+        if destination.private and not is_private:
+            raise PermissionError(f"{repo_id} is there already and public: push without --private, or to a new name.")
+    if revision is not None and not destination.create_pr and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    # upload_folder may spread its files over several commits
+    commit = api.create_commit(
+        repo_id,
+        [CommitOperationAdd(name, file) for name, file in files.items()],
+        commit_message="Add model",
+        revision=revision,
+        create_pr=destination.create_pr,
+    )
+    if commit.pr_url:
+        return commit.pr_url, commit.pr_revision
+    return commit.commit_url, revision
+
+
+@contextmanager
+def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[None]:
+    """Turn the client's errors into built-in ones of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        explained = _explain(error, destination)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+def _explain(error: Exception, destination: Destination | None) -> Exception:
+    if isinstance(error, HfHubHTTPError):
+        return _refusal(error, destination)
+    if isinstance(error, (HTTPError, json.JSONDecodeError)):
+        return ConnectionError(
+            f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is made "
+            "whole or not at all, so try again once the network is there."
+        )
+    if isinstance(error, ValueError):
+        return ValueError(f"The Hub did not take it: {describe(error)}")
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # in the upload of a file
+        return _explain(error.__cause__, destination)
+    return error
+
+
+def _refusal(error: HfHubHTTPError, destination: Destination | None) -> Exception:
+    status = error.response.status_code
+    where = "this" if destination is None else destination.repo_id
+    says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
+    if isinstance(error, RevisionNotFoundError):
+        return ValueError(f"{where} has no revision {destination and destination.revision}.")
+    if status == 401:
+        return PermissionError("The Hub does not know your token: run hf auth login again, or correct HF_TOKEN.")
+    if status in (402, 403):
+        return PermissionError(f"The Hub does not let you write to {where}: {says}.")
+    if status == 409:
+        return FileExistsError(f"The name {where} is taken, perhaps by another kind of repository: {says}.")
+    if status == 429 or status >= 500:
+        return ConnectionError(
+            f"The Hub failed ({status}: {says}); a push is made whole or not at all, so try again later."
+        )
+    return ValueError(f"The Hub refused {where} ({status}): {says}.")
