@@ -276,8 +276,8 @@ def _push(args: argparse.Namespace) -> None:
 def _uploaded(pushed: Push) -> str:
     files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
     if pushed.url is None:
-        return "\n".join([f"Not uploaded (dry run), to {pushed.repo_id}:", *files, "README.md would be:", pushed.card])
-    return "\n".join([f"Uploaded to {pushed.repo_id} in one commit:", *files, pushed.url])
+        return "\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card])
+    return "\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url])
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:

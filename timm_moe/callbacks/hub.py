@@ -72,6 +72,7 @@ class Push:
     """What a push uploaded, or would upload.
 
     Attributes:
+        repo_url: where the repository is, or would be.
         repo_id: ``user/name``.
         files: size of each file in bytes.
         card: text of README.md.
@@ -79,6 +80,7 @@ class Push:
         revision: to load it from, where that is not main.
     """
 
+    repo_url: str
     repo_id: str
     files: dict[str, int]
     card: str
@@ -145,7 +147,10 @@ def push_dense(
         expert = None
         if folder is None or moe_layers(model):
             folder, expert = Path(temporary, "model"), model
-            export_dense(model, folder, method, model_args=model_args)
+            if export_dense(model, folder, method, model_args=model_args).routed:
+                _logger.warning(
+                    "The experts were routed, so the dense model is not the one that was trained: validate it."
+                )
         used = None if expert is None else method
         card = Card(repo_id, _check(folder), expert, used, find_origin(source, use_ema), statements, revision)
         return _publish(folder, card, destination, api)
@@ -217,12 +222,13 @@ def _publish(folder: Path, card: Card, destination: Destination, api: HfApi | No
         text = (folder / "README.md").read_text(encoding="utf-8")
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
-    if api is None:
-        return Push(destination.repo_id, sizes, text, None, destination.revision)
-    _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
-    with _errors_in_a_sentence(destination):
-        url, revision = _commit(api, files, destination)
-    return Push(destination.repo_id, sizes, text, url, revision)
+    url, revision = None, destination.revision
+    if api is not None:
+        _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
+        with _errors_in_a_sentence(destination):
+            url, revision = _commit(api, files, destination)
+    repo_url = f"{HfApi().endpoint}/{destination.repo_id}"
+    return Push(repo_url, destination.repo_id, sizes, text, url, revision)
 
 
 def _log_in() -> HfApi:
