@@ -324,7 +324,10 @@ class Handler(BaseHTTPRequestHandler):
     def tree(self, repo: str, revision: str) -> None:
         repository = self.repository(repo)
         files = repository.commits[self.commit_of(repository, revision)]["files"]
-        entries = [{"type": "file", "path": name, "oid": f["oid"], "size": f["size"]} for name, f in files.items()]
+        entries = []
+        for name, file in files.items():
+            lfs = {"lfs": {"oid": file["oid"], "size": file["size"], "pointerSize": 130}} if file["lfs"] else {}
+            entries.append({"type": "file", "path": name, "oid": file["oid"], "size": file["size"], **lfs})
         self.answer(entries)
 
     def refs(self, repo: str) -> None:

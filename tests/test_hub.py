@@ -75,6 +75,10 @@ class Worker:
         self.read = [len(text) for text in texts]
         return status, *new
 
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+
     def push(self, *arguments, **options):
         """Output of a push that succeeds."""
         status, out, err = self.run("push", *arguments, **options)
@@ -107,12 +111,23 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def process(server, tmp_path_factory):
+def offline(tmp_path_factory):
+    """A client whose Hub is not there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    folder = tmp_path_factory.mktemp("offline")
+    worker = Worker(folder, client_environment(folder, url))
+    yield worker, url
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def process(server, offline, tmp_path_factory):  # the two start at the same time
     folder = tmp_path_factory.mktemp("client")
     worker = Worker(folder, client_environment(folder, server.url))
     yield worker
-    worker.process.stdin.close()
-    worker.process.wait(timeout=20)
+    worker.stop()
     written = [*folder.rglob("*"), *server.folder.rglob("*")]
     leaks = [file for file in written if file.is_file() and re.search(rb"hf_\w*Secret", file.read_bytes())]
     assert not leaks, "the token is in a file or an output"
@@ -135,7 +150,8 @@ def checkpoints(tmp_path_factory):
         args = argparse.Namespace(
             model=name, num_classes=5, model_kwargs={**OPTIONS, "num_experts": 3}, data_dir="/home/somebody/images",
             dataset="torch/cifar100", epochs=2, batch_size=64, opt="adamw", lr=1e-3, eval_metric="top1",
-            model_ema=False, kd_model_name="local-dir:/home/somebody/teacher", kd_temperature=1.0, mixup=0.0,
+            model_ema=False, resume="/home/somebody/a run/last.pth.tar",
+            kd_model_name="local-dir:/home/somebody/teacher", kd_temperature=1.0, mixup=0.0,
         )  # fmt: skip
         ema = {key: value / 2 for key, value in model.state_dict().items()}
         state = {"epoch": 1, "arch": name, "args": args, "state_dict": model.state_dict(), "state_dict_ema": ema}
@@ -165,11 +181,16 @@ class Missing(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(fullname)
 sys.meta_path.insert(0, Missing())
 import timm, torch
+from huggingface_hub import snapshot_download
+from pathlib import Path
 for name, file in zip(sys.argv[2::2], sys.argv[3::2]):
     model = timm.create_model(name, pretrained=True).eval()
     torch.manual_seed(0)
     output = model(torch.randn(4, 3, 32, 32)).detach()
-    torch.save({"class": type(model).__name__, "tensors": model.state_dict(), "output": output}, file)
+    repo_id, _, revision = name.removeprefix("hf-hub:").partition("@")
+    files = sorted(path.name for path in Path(snapshot_download(repo_id, revision=revision or None)).iterdir())
+    result = {"class": type(model).__name__, "files": files, "tensors": model.state_dict(), "output": output}
+    torch.save(result, file)
 assert ("timm_moe" in sys.modules) == (sys.argv[1] == "package")
 """
 
@@ -210,19 +231,19 @@ def test_plain_timm_loads_what_was_pushed(hub, server, checkpoint, tmp_path):
     assert f"{server.url}/user/ema/discussions/1" in out
     assert '"hf-hub:user/ema@refs/pr/1"' in out
     names = ["hf-hub:user/vit", "hf-hub:user/ema", "hf-hub:user/vit@ema", "hf-hub:user/ema@refs/pr/1"]
+    hub.push(checkpoint, "user/ema", "--revision", "refs/pr/1", "--license", "mit")
+    assert server.messages("user/ema", "refs/pr/1") == ["Add model"] * 3 + ["initial commit"]
     loaded = load(server, tmp_path, "plain", *names)
     expert = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, num_experts=3)
     state = torch.load(checkpoint, weights_only=False)
     for result, weights in zip(loaded, ["state_dict", "state_dict_ema", "state_dict_ema", "state_dict"], strict=True):
         expert.load_state_dict(state[weights])
         assert result["class"] == "VisionTransformer"
+        assert result["files"] == [".gitattributes", "README.md", "config.json", "model.safetensors"]
         assert_same(result, timm_moe.to_dense(expert))
-    for name, revision in (("user/vit", "ema"), ("user/ema", "refs/pr/1")):  # both start at main
-        assert server.messages(name) == ["Add model", "initial commit"]
-        assert server.messages(name, revision) == ["Add model", "Add model", "initial commit"]
+    assert server.messages("user/vit") == server.messages("user/ema") == ["Add model", "initial commit"]
+    assert server.messages("user/vit", "ema") == ["Add model", "Add model", "initial commit"]  # it began at main
     assert [server.repositories[name].private for name in ("user/vit", "user/ema")] == [False, True]
-    expected = {".gitattributes", "README.md", "config.json", "model.safetensors"}
-    assert set(server.files("user/vit")) == expected
     assert sum(method == "PUT" for method, _, _ in server.requests) == 2  # the same weights are stored once
 
 
@@ -277,6 +298,7 @@ def test_who_may_not_push(hub, server, checkpoint):
     assert "does not let you write to other/vit" in hub.refused(checkpoint, "other/vit")
     assert server.messages("other/vit") == ["initial commit"]
     hub.push(checkpoint, "other/vit", "--create-pr")  # anybody may propose a change
+    assert server.requests[-1][1] == "/api/models/other/vit/commit/main?create_pr=1"
     assert server.messages("other/vit") == ["initial commit"]
     assert server.messages("other/vit", "refs/pr/1") == ["Add model", "initial commit"]
 
@@ -325,21 +347,14 @@ def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):
     assert len(server.files("user/vit")) == 4
 
 
-def test_no_network(checkpoint, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    worker = Worker(tmp_path, client_environment(tmp_path, url))
-    try:
-        _, out, _ = worker.run("push", checkpoint, "user/vit", "--dry-run", token=None)
-        assert f"Dry run; a push would upload to {url}/user/vit:" in out
-        begin = time.monotonic()
-        sentence = worker.refused(checkpoint, "user/vit", patient=True)
-        assert time.monotonic() - begin < 5
-        assert f"The Hub at {url} cannot be reached" in sentence
-    finally:
-        worker.process.stdin.close()
-        worker.process.wait(timeout=20)
+def test_no_network(offline, checkpoint):
+    worker, url = offline
+    _, out, _ = worker.run("push", checkpoint, "user/vit", "--dry-run", token=None)
+    assert f"Dry run; a push would upload to {url}/user/vit:" in out
+    begin = time.monotonic()
+    sentence = worker.refused(checkpoint, "user/vit", patient=True)
+    assert time.monotonic() - begin < 5
+    assert f"The Hub at {url} cannot be reached" in sentence
 
 
 def test_dry_run_uploads_nothing(hub, server, checkpoint):
@@ -376,7 +391,8 @@ def test_card_of_a_checkpoint(checkpoint):
     assert (metadata["library_name"], metadata["license"]) == ("timm", "mit")
     assert "base_model" not in metadata
     (result,) = metadata["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "cifar100", "type": "cifar100"}
+    assert result["dataset"] == {"name": "cifar100", "type": "imagefolder"}
+    assert "datasets" not in metadata  # torchvision's, not the Hub's
     assert {metric["type"]: metric["value"] for metric in result["metrics"]}["accuracy"] == 51.25
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     assert f"| this model | {sum(p.numel() for p in dense.parameters()):,} |" in card
@@ -432,7 +448,8 @@ def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_pat
 
 def test_models_in_memory():
     model = timm.create_model("widenet_b", num_experts=2, **SMALL_VIT)
-    dense, moe = push_dense(model, "user/wide", dry_run=True), push_moe(model, "user/wide", dry_run=True)
+    told = {**OPTIONS, "num_experts": 2}  # timm records them by itself only in later versions
+    dense, moe = push_dense(model, "user/wide", dry_run=True), push_moe(model, "user/w", dry_run=True, model_args=told)
     for pushed in (dense, moe):
         assert pushed.url is None
         assert "pip install timm_moe" in pushed.card  # no stock model has shared blocks
@@ -459,18 +476,21 @@ def test_every_kind_comes_back(name, options, tmp_path):
     model = timm.create_model(name, **{**SMALL_VIT, **options})
     model.reset_classifier(3)
     cfg = dict(model.pretrained_cfg)
-    export_moe(model, tmp_path / "moe")
+    export_moe(model, tmp_path / "moe", model_args={**OPTIONS, **options})
     assert model.pretrained_cfg == cfg
     loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True)
     assert type(loaded) is type(model)
     assert torch.equal(output_of(loaded), output_of(model))
+    if hasattr(timm.models, "get_model_args"):
+        export_moe(model, tmp_path / "untold")
+        assert (tmp_path / "untold/model.safetensors").is_file()
     saved = load_file(tmp_path / "moe/model.safetensors")
     assert all(torch.equal(saved[key], value) for key, value in loaded.state_dict().items())
 
 
 def test_arguments_that_nobody_told(tmp_path):
     model = timm.create_model("vit_tiny_moe", num_experts=3, top_k=2, **SMALL_VIT)
-    model._model_args = {**model._model_args, "top_k": 1}
+    model._model_args = {**SMALL_VIT, "num_experts": 3, "top_k": 1}
     with pytest.raises(ValueError, match="outputs differ"):
         export_moe(model, tmp_path / "moe")
     export_moe(model, tmp_path / "moe", model_args={"top_k": 2})

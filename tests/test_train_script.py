@@ -103,6 +103,13 @@ def test_the_exported_model_scores_what_training_and_validation_measured(run, im
     assert float(last["eval_top1"]) > 60  # three colors are easily told apart
 
 
+def test_the_model_card_says_what_train_py_measured(run):
+    folder, _ = run
+    card = timm_moe.push_dense(folder / "output/train/a/checkpoint-0.pth.tar", "user/vit", dry_run=True).card
+    assert f"| top-1 accuracy (%) | {float(summary(folder / 'output/train/a')[0]['eval_top1']):.6g} |" in card
+    assert "| epochs | `2` |" in card
+
+
 def test_resume_goes_on_where_it_stopped(run, images):
     folder, _ = run
     checkpoint = folder / "output/train/a/checkpoint-0.pth.tar"

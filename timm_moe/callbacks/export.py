@@ -218,7 +218,7 @@ def _recorded_args(model: nn.Module) -> dict[str, Any]:
     """What timm, or this package for an older timm, noted down of a model's creation."""
     if hasattr(timm.models, "get_model_args"):  # it knows, too, what has changed since
         return timm.models.get_model_args(model)
-    return getattr(model, "_model_args", {})
+    return {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
 
 
 def _load(folder: Path, loader: str) -> nn.Module:

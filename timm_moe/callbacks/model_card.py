@@ -54,6 +54,8 @@ _DEPENDENT_OPTIONS = {
         *("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight"),
     ),
 }
+#: What ``--dataset`` begins with where the name is one on the Hub.
+_HUB_READERS = ("hfds", "hfids")
 #: Values of options that are not used.
 _UNSET: tuple[Any, ...] = (None, False, "")
 #: Columns of summary.csv: name for people, type for the Hub.
@@ -137,7 +139,7 @@ def _summary(path: Path, checkpoint: dict[str, Any]) -> dict[str, float]:
                 if row["epoch"] == str(checkpoint["epoch"]) and float(row[measured]) == float(checkpoint["metric"])
             ]
             return {name: float(rows[-1][f"eval_{name}"]) for name in _METRICS if rows[-1].get(f"eval_{name}")}
-    except (OSError, KeyError, TypeError, ValueError, IndexError):  # absent, of another run, or damaged
+    except (OSError, csv.Error, KeyError, TypeError, ValueError, IndexError):  # absent, of another run, or damaged
         return {}
 
 
@@ -175,12 +177,11 @@ class Card:
 
     @property
     def _is_another_function(self) -> bool:
-        """Whether the published model's outputs are not those of the expert model that was trained."""
-        return (
-            self.method is not None
-            and self.expert is not None
-            and any(not isinstance(layer, EwaMlp) for layer in moe_layers(self.expert).values())
-        )
+        """Whether the published model's outputs are not those of the expert model that was evaluated."""
+        if self.expert is None or self.method is None:
+            return False
+        layers = moe_layers(self.expert).values()
+        return not all(isinstance(layer, EwaMlp) and layer.eval_mode == "average" for layer in layers)
 
     @property
     def _metrics(self) -> dict[str, float]:
@@ -205,16 +206,27 @@ class Card:
     @property
     def _dataset(self) -> str | None:
         """Stated, or the name that train.py was given for what is no folder of images."""
-        kind, _, name = str(self.origin.args.get("dataset") or "").partition("/")
-        return self.statements.dataset or (name if kind in ("hfds", "hfids", "tfds", "torch", "wds") else None)
+        kind, _, name = " ".join(str(self.origin.args.get("dataset") or "").split()).partition("/")
+        return self.statements.dataset or (name if kind in (*_HUB_READERS, "tfds", "torch", "wds") else None)
+
+    @property
+    def _dataset_id(self) -> str | None:
+        """The same, if it is a name on the Hub."""
+        reader = str(self.origin.args.get("dataset")).partition("/")[0]
+        if not self.statements.dataset and reader not in _HUB_READERS:
+            return None
+        try:
+            validate_repo_id(self._dataset)
+        except ValueError:
+            return None
+        return self._dataset
 
     def _metadata(self) -> ModelCardData:
-        dataset = self._dataset
         results = [
             EvalResult(
                 task_type="image-classification",
-                dataset_type=dataset if _is_on_hub(dataset) else "imagefolder",  # type: ignore[arg-type]
-                dataset_name=dataset or "validation images of the training run",
+                dataset_type=self._dataset_id or "imagefolder",
+                dataset_name=self._dataset or "validation images of the training run",
                 metric_type=_METRICS.get(name, (name, name))[1],
                 metric_name=_METRICS.get(name, (name, name))[0],
                 metric_value=value,
@@ -228,7 +240,7 @@ class Card:
             library_name="timm",
             license=self._license_tag,
             base_model=self._base,
-            datasets=[dataset] if dataset is not None and _is_on_hub(dataset) else None,
+            datasets=[self._dataset_id] if self._dataset_id else None,
             model_name=self.repo_id.split("/")[-1],
             eval_results=results or None,
         )
@@ -241,7 +253,7 @@ class Card:
         ]
         if self._is_another_function:
             lines.append(
-                "The experts were routed, so this dense model is another function than the model that was trained."
+                "In training the experts themselves were evaluated: this dense model is another function than theirs."
             )
         rows = {"this model": parameters(self.published)}
         if self.expert is not None and self.method is not None:
@@ -293,7 +305,9 @@ class Card:
         if not self._metrics:
             if not self.origin.metrics:
                 return ""
-            return "## Results\n\nWhat was measured in training belongs to the expert model, not to this dense one."
+            return (
+                "## Results\n\nNone: what was measured in training belongs to the expert model, not to this dense one."
+            )
         where = "Stated by the publisher" if self.statements.metrics else "Measured by train.py after that epoch"
         on = f" on {self._dataset}" if self._dataset else ""
         rows = {_METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in self._metrics.items()}
@@ -345,17 +359,13 @@ def _table(head: tuple[str, str], rows: dict[str, str]) -> str:
     return "\n".join(f"| {left} | {right} |" for left, right in lines)
 
 
-def _is_on_hub(dataset: str | None) -> bool:
-    try:
-        validate_repo_id(dataset)
-    except ValueError:
-        return False
-    return dataset is not None
-
-
 def _public(value: Any) -> str:
     """A value on one line of Markdown; of what looks like a path only its last part."""
+    if isinstance(value, dict):
+        return ", ".join(f"{_public(name)}={_public(part)}" for name, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_public(part) for part in value)
     text = str(value)
     if not text.startswith("hf-hub:"):
-        text = re.sub(r"\S*[/\\]+(?=[^/\\\s])", "", text)
+        text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
     return re.sub(r"[`|\s]+", " ", text)
