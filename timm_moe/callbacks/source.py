@@ -91,7 +91,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
     args = {**_model_args(train_args), **_spec_args(spec)}
     model = _create(name, **args)
-    if not hasattr(model, "_model_args"):  # timm below 1.0.31 does not keep them
+    if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         model._model_args = {name: value for name, value in args.items() if value is not None}  # type: ignore[assignment]
     try:
         model.load_state_dict(state_dict)
