@@ -350,3 +350,15 @@ def test_a_disk_that_fills_up_leaves_nothing(ewa_vit, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_expert_model_itself(tmp_path, images, capsys):
+    """A folder that timm's scripts take as a teacher."""
+    model = timm.create_model("widenet_b", mlp_ratio=2, official_compat=True, **SMALL_VIT).eval()
+    kwargs = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"} | {"mlp_ratio": 2}
+    args = Namespace(model="widenet_b", num_classes=5, model_kwargs=kwargs | {"official_compat": True})
+    torch.save({"state_dict": model.state_dict(), "args": args}, tmp_path / "last.pth.tar")
+    assert main(["export", "--moe", str(tmp_path / "last.pth.tar"), str(tmp_path / "teacher")]) == 0
+    assert "timm with this package loads it bit for bit" in capsys.readouterr().out
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'teacher'}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)

@@ -151,3 +151,10 @@ def test_top_k_needs_hidden_units():
         top_units({"linear.weight": torch.zeros(2, 3, 3)})
     with pytest.raises(ValueError, match="lead into the hidden units of fc2"):
         top_units({"fc1.weight": torch.zeros(2, 5, 3), "fc2.weight": torch.zeros(2, 3, 4)})
+
+
+def test_only_the_mean_of_ewas_experts_is_what_was_trained(tmp_path):
+    ewa = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    assert timm_moe.export_dense(ewa, tmp_path / "average").exact
+    assert not timm_moe.export_dense(ewa, tmp_path / "svd", "svd", svd_ratio=0.5).exact
+    assert not timm_moe.export_dense(timm.create_model("vit_tiny_moe", **SMALL_VIT), tmp_path / "moe").exact

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from timm.utils import ParseKwargs
 
-from .callbacks.export import export_dense
+from .callbacks.export import export_dense, export_moe
 from .callbacks.hub import Push, push_dense, push_moe
-from .callbacks.source import ModelSpec, describe
+from .callbacks.source import ModelSpec, describe, load_source
 from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
@@ -76,18 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
     )
     export.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
-    export.add_argument(
-        "--method",
-        default="average",
-        choices=list(METHODS),
-        help="how the experts become one network (default: %(default)s)",
-    )
-    export.add_argument(
-        "--svd-ratio",
-        type=float,
-        metavar="R",
-        help="of --method svd: share of the singular values kept (default: 0.75)",
-    )
+    export.add_argument("--moe", action="store_true", help="write the expert model itself, which needs this package")
+    _add_method_options(export)
     export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
     _add_spec_options(export)
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
@@ -104,12 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument(
         "--dry-run", action="store_true", help="do everything but upload: needs neither login nor network"
     )
-    push.add_argument(
-        "--method",
-        default="average",
-        choices=list(GATHERS),
-        help="how the experts become one network (default: %(default)s)",
-    )
+    _add_method_options(push)
     push.add_argument("--use-ema", action="store_true", help="publish the EMA weights of the checkpoint")
     push.add_argument("--license", metavar="NAME", help="for the model card, as the Hub abbreviates it: apache-2.0")
     push.add_argument("--dataset", metavar="NAME", help="for the model card, what the model was trained on")
@@ -191,6 +176,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_method_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--method",
+        default="average",
+        choices=list(METHODS),
+        help="how the experts become one network (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--svd-ratio",
+        type=float,
+        metavar="R",
+        help="of --method svd: share of the singular values kept (default: 0.75)",
+    )
+
+
 def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group(
         "model", "only for files that do not say it themselves; train.py's checkpoints do"
@@ -238,6 +238,9 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
+    if args.moe:
+        _export_moe(args)
+        return
     result = export_dense(
         args.source,
         args.output_dir,
@@ -267,7 +270,8 @@ def _push(args: argparse.Namespace) -> None:
     if args.moe:
         pushed = push_moe(args.source, args.repo_id, spec=_spec(args), **options)
     else:
-        pushed = push_dense(args.source, args.repo_id, method=args.method, spec=_spec(args), **options)
+        gathering = {"method": args.method, "svd_ratio": args.svd_ratio}
+        pushed = push_dense(args.source, args.repo_id, **gathering, spec=_spec(args), **options)
     print("Checked: timm loads the model, bit for bit.")
     print(_uploaded(pushed))
     print(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
@@ -278,6 +282,12 @@ def _uploaded(pushed: Push) -> str:
     if pushed.url is None:
         return "\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card])
     return "\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url])
+
+
+def _export_moe(args: argparse.Namespace) -> None:
+    path = export_moe(load_source(args.source, _spec(args), args.use_ema), args.output_dir)
+    print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
+    print(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:

@@ -99,6 +99,7 @@ def push_dense(
     private: bool = False,
     *,
     method: str = "average",
+    svd_ratio: float | None = None,
     revision: str | None = None,
     create_pr: bool = False,
     dry_run: bool = False,
@@ -121,6 +122,7 @@ def push_dense(
         repo_id: ``user/name``; the repository is created if it is not there.
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
+        svd_ratio: likewise.
         revision: branch to commit to, created if it is not there; main by default.
         create_pr: open a pull request instead.
         dry_run: do everything but upload; needs neither login nor network.
@@ -147,10 +149,8 @@ def push_dense(
         expert = None
         if folder is None or moe_layers(model):
             folder, expert = Path(temporary, "model"), model
-            if export_dense(model, folder, method, model_args=model_args).routed:
-                _logger.warning(
-                    "The experts were routed, so the dense model is not the one that was trained: validate it."
-                )
+            if not export_dense(model, folder, method, svd_ratio=svd_ratio, model_args=model_args).exact:
+                _logger.warning("The dense model is not the one that was trained: validate it.")
         used = None if expert is None else method
         card = Card(repo_id, _check(folder), expert, used, find_origin(source, use_ema), statements, revision)
         return _publish(folder, card, destination, api)

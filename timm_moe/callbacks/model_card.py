@@ -181,7 +181,8 @@ class Card:
         if self.expert is None or self.method is None:
             return False
         layers = moe_layers(self.expert).values()
-        return not all(isinstance(layer, EwaMlp) and layer.eval_mode == "average" for layer in layers)
+        averaged = all(isinstance(layer, EwaMlp) and layer.eval_mode == "average" for layer in layers)
+        return not (averaged and self.method == "average")
 
     @property
     def _metrics(self) -> dict[str, float]:
@@ -266,8 +267,7 @@ class Card:
         name = self.repo_id + (f"@{self.revision}" if self.revision else "")
         needed = "Plain timm loads it:"
         if is_registered_here(self._architecture):
-            needed = "Loading it needs the package timm_moe beside timm, which need not be imported: timm finds it."
-            needed += "\n\n```bash\npip install timm_moe\n```"
+            needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
         code = [
             "import timm",
             "",
