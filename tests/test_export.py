@@ -19,6 +19,7 @@ from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe.callbacks.source import ModelSpec
+from timm_moe.cli import main
 
 OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
@@ -356,7 +357,7 @@ def test_the_expert_model_itself(tmp_path, images, capsys):
     """A folder that timm's scripts take as a teacher."""
     model = timm.create_model("widenet_b", mlp_ratio=2, official_compat=True, **SMALL_VIT).eval()
     kwargs = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"} | {"mlp_ratio": 2}
-    args = Namespace(model="widenet_b", num_classes=5, model_kwargs=kwargs | {"official_compat": True})
+    args = argparse.Namespace(model="widenet_b", num_classes=5, model_kwargs=kwargs | {"official_compat": True})
     torch.save({"state_dict": model.state_dict(), "args": args}, tmp_path / "last.pth.tar")
     assert main(["export", "--moe", str(tmp_path / "last.pth.tar"), str(tmp_path / "teacher")]) == 0
     assert "timm with this package loads it bit for bit" in capsys.readouterr().out
