@@ -21,6 +21,7 @@ from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe import data
+from timm_moe.cli import main
 from timm_moe.evaluation import evaluate
 
 SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
@@ -309,6 +310,22 @@ def test_options_of_train_py_with_an_ensemble(images, tmp_path, options):
 def test_an_ensemble_is_no_student(images, tmp_path, teacher):
     with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
         train(tmp_path, images, *family("vmoe_pbe_s32"), *teacher, epochs=1)
+
+
+@pytest.mark.parametrize("method", ["average", "svd"])
+def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path, method):
+    """The README's commands."""
+    train(tmp_path, images, *family("widenet_b"), "--experiment", "teacher", epochs=3)
+    checkpoint = str(tmp_path / "output/train/teacher/last.pth.tar")
+    assert main(["export", "--moe", checkpoint, str(tmp_path / "teacher-folder")]) == 0
+    assert main(["export", checkpoint, str(tmp_path / "student-folder"), "--method", method]) == 0
+    log = train(
+        tmp_path, images, "--model", f"local-dir:{tmp_path / 'student-folder'}", "--pretrained", "--num-classes", 3,
+        *("--kd-model-name", f"local-dir:{tmp_path / 'teacher-folder'}", "--kd-temperature", 1),
+        *("--task-loss-weight", 0.25, "--distill-loss-weight", 0.75, "--experiment", "student"), epochs=2,
+    )  # fmt: skip
+    assert "Routing in" not in log  # the teacher is not trained
+    assert float(summary(tmp_path / "output/train/student")[-1]["eval_top1"]) > 50
 
 
 def test_evaluate_measures_what_validate_does(run, images, tmp_path):
