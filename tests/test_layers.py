@@ -184,7 +184,7 @@ def test_low_precision():
 def _mean_weight(layer):
     from timm_moe.gather import average
 
-    return average(layer).fc1.weight
+    return average(layer.networks())["fc1.weight"]
 
 
 def test_traces_for_torchscript():
