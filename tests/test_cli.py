@@ -84,7 +84,7 @@ def test_export(ewa_vit, tmp_path, capsys):
     assert main([*arguments, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]) == 0
     out = capsys.readouterr().out
     assert "Exported vit_tiny_patch16_224 with" in out
-    assert "its outputs on random images equal the expert model's." in out
+    assert "its outputs on random images equal the source model's." in out
     assert (tmp_path / "vit/model.safetensors").is_file()
 
 

@@ -252,5 +252,8 @@ def test_benefits_of_the_papers_table_2(capsys):
         assert f"MoE benefits kept by the student: {benefit}%" in capsys.readouterr().out
     assert main(["benefits", "--student", "a.pth", "--teacher", "77.5", "--dense", "72.8"]) == 1
     assert "To measure a.pth on images, name their folder with --data-dir" in capsys.readouterr().err
+    for accuracy in ("nan", "757", "-1"):
+        assert main(["benefits", f"--student={accuracy}", "--teacher", "77.5", "--dense", "72.8"]) == 1
+        assert f"lies between 0 and 100, got {accuracy}" in capsys.readouterr().err
     assert main(["benefits", "--student", "70", "--teacher", "72.8", "--dense", "72.8"]) == 1
     assert "its experts bring nothing" in capsys.readouterr().err

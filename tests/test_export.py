@@ -317,9 +317,16 @@ def test_names_that_do_not_fit(ewa_vit, tmp_path, monkeypatch, source, target, e
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_a_dense_model_and_missing_ema(dense_vit, ewa_vit, tmp_path):
+def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
+    export = timm_moe.export_dense(dense_vit, tmp_path / "vit")
+    assert export.exact
+    loaded = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), dense_vit(images), rtol=0, atol=0)
     with pytest.raises(ValueError, match="has no expert layers"):
-        timm_moe.export_dense(dense_vit, tmp_path / "vit")
+        timm_moe.export_dense(dense_vit, tmp_path / "other", "svd")
+
+
+def test_missing_ema(ewa_vit, tmp_path):
     torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
     with pytest.raises(ValueError, match="has no EMA weights"):
         timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit", spec=SPEC, use_ema=True)
@@ -363,3 +370,11 @@ def test_the_expert_model_itself(tmp_path, images, capsys):
     assert "timm with this package loads it bit for bit" in capsys.readouterr().out
     loaded = timm.create_model(f"local-dir:{tmp_path / 'teacher'}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
+
+
+def test_options_that_have_no_place(dense_vit, tmp_path, capsys):
+    torch.save({"state_dict": {}, "args": argparse.Namespace(model="local-dir:gone")}, tmp_path / "a.pth.tar")
+    assert main(["export", str(tmp_path / "a.pth.tar"), str(tmp_path / "vit")]) == 1
+    assert "There is no folder gone, which the model was made from" in capsys.readouterr().err
+    assert main(["export", "--moe", str(tmp_path / "a.pth.tar"), str(tmp_path / "vit"), "--method", "svd"]) == 1
+    assert "so --method and --svd-ratio have no place beside it" in capsys.readouterr().err

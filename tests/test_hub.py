@@ -276,6 +276,26 @@ def test_a_folder_is_uploaded_as_it_is(hub, server, checkpoint, tmp_path):
     assert "secrets.env" not in pushed
 
 
+def test_a_folders_own_card_takes_no_statements(checkpoint, tmp_path):
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    (folder / "README.md").write_text("Mine.")
+    with pytest.raises(ValueError, match=r"has a README\.md of its own"):
+        push_dense(folder, "user/vit", license="mit", dry_run=True)
+
+
+def test_no_path_and_nothing_that_is_not_known_is_in_the_card(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].dataset = "hfds//home/alice/data"
+    content["args"].initial_checkpoint = "/home/alice/start.pth.tar"
+    torch.save(content, tmp_path / "last.pth.tar")
+    card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    assert "alice" not in card
+    assert "it began from the weights of `start.pth.tar`" in card
+    stated = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True, metrics={"top1": 50.0}).card
+    assert "name: not stated" in stated
+    assert "Stated by the publisher." in stated
+
+
 def test_nothing_new_is_no_commit(hub, server, checkpoint):
     for _ in range(2):
         hub.push(checkpoint, "user/vit")
@@ -544,7 +564,8 @@ def test_what_is_no_expert_model(checkpoint, dense_vit, tmp_path):
     with pytest.raises(ValueError, match="holds no expert model; leave out --moe"):
         push_moe(folder, "user/vit", dry_run=True)
     with pytest.raises(ValueError, match="has no expert layers"):
-        push_dense(dense_vit, "user/vit", dry_run=True)
+        push_dense(dense_vit, "user/vit", method="svd", dry_run=True)
+    assert "Plain timm loads it" in push_dense(dense_vit, "user/vit", dry_run=True).card
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
         push_dense(folder, "user/vit", dry_run=True)

@@ -326,6 +326,9 @@ def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path,
     )  # fmt: skip
     assert "Routing in" not in log  # the teacher is not trained
     assert float(summary(tmp_path / "output/train/student")[-1]["eval_top1"]) > 50
+    export = timm_moe.export_dense(tmp_path / "output/train/student/last.pth.tar", tmp_path / "refined")
+    assert export.exact
+    assert export.architecture == "ones_b"
 
 
 def test_evaluate_measures_what_validate_does(run, images, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from timm.utils import ParseKwargs
 
+from .benefits import moe_benefits
 from .callbacks.export import export_dense, export_moe
 from .callbacks.hub import Push, push_dense, push_moe
 from .callbacks.source import ModelSpec, describe, load_source
@@ -254,7 +255,7 @@ def _export(args: argparse.Namespace) -> None:
     print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
     difference = result.largest_difference
     compared = f"differ by at most {difference:.3g} from" if difference else "equal"
-    source = "the expert model's" if result.exact else "those of the network made of the experts"
+    source = "the source model's" if result.exact else "those of the network made of the experts"
     loader = "timm with this package" if result.architecture in registered_models() else "stock timm"
     print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
     if not result.exact:
@@ -268,6 +269,7 @@ def _push(args: argparse.Namespace) -> None:
         for name in ("private", "revision", "create_pr", "dry_run", "use_ema", "license", "dataset", "metrics")
     }
     if args.moe:
+        _refuse_method(args, "--moe publishes the expert model itself")
         pushed = push_moe(args.source, args.repo_id, spec=_spec(args), **options)
     else:
         gathering = {"method": args.method, "svd_ratio": args.svd_ratio}
@@ -285,9 +287,16 @@ def _uploaded(pushed: Push) -> str:
 
 
 def _export_moe(args: argparse.Namespace) -> None:
-    path = export_moe(load_source(args.source, _spec(args), args.use_ema), args.output_dir)
+    _refuse_method(args, "--moe writes the expert model itself")
+    model = load_source(args.source, _spec(args), args.use_ema)
+    path = export_moe(model, args.output_dir, overwrite=args.overwrite, allow_nonfinite=args.allow_nonfinite)
     print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
     print(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
+
+
+def _refuse_method(args: argparse.Namespace, reason: str) -> None:
+    if args.method != "average" or args.svd_ratio is not None:
+        raise ValueError(f"{reason}, so --method and --svd-ratio have no place beside it.")
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
@@ -316,8 +325,6 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _benefits(args: argparse.Namespace) -> None:
-    from .evaluation import moe_benefits
-
     accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
     benefit = moe_benefits(**accuracies)
     for role, accuracy in accuracies.items():
@@ -327,13 +334,20 @@ def _benefits(args: argparse.Namespace) -> None:
 
 def _accuracy(source: str, args: argparse.Namespace) -> float:
     """Top-1 accuracy as a share: given in percent, or measured."""
-    from .evaluation import evaluate
-
     try:
-        return float(source) / 100
+        accuracy = float(source)
     except ValueError:
-        if args.data_dir is None:
-            raise ValueError(f"To measure {source} on images, name their folder with --data-dir.") from None
+        return _measured_accuracy(source, args)
+    if not 0 <= accuracy <= 100:
+        raise ValueError(f"An accuracy in percent lies between 0 and 100, got {source}.")
+    return accuracy / 100
+
+
+def _measured_accuracy(source: str, args: argparse.Namespace) -> float:
+    from .evaluation import evaluate  # needs torchmetrics
+
+    if args.data_dir is None:
+        raise ValueError(f"To measure {source} on images, name their folder with --data-dir.")
     images = image_folder(args.data_dir, args.split, args.class_map)
     return 1 - evaluate([source], images, spec=_spec(args), use_ema=args.use_ema, inference=_inference(args))["error"]
 

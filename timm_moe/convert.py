@@ -316,7 +316,7 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
     memo: dict[int, Any] = {}
     told = time.monotonic()
     for done, (path, layer) in enumerate(layers.items()):
-        if time.monotonic() - told > PROGRESS_INTERVAL:
+        if method == "svd" or time.monotonic() - told > PROGRESS_INTERVAL:  # which takes seconds for every expert
             told = time.monotonic()
             _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, len(layers))
         memo[id(layer)] = layer.to_ffn(gather(layer.networks()))

@@ -97,25 +97,6 @@ def evaluate(
     return result
 
 
-def moe_benefits(student: float, teacher: float, dense: float) -> float:
-    """The share of what experts bring that a dense student keeps (OneS, arXiv 2201.10890, section 4.1).
-
-    Args:
-        student: accuracy of the dense model made of the teacher.
-        teacher: accuracy of the model with experts.
-        dense: accuracy of a dense model trained by itself.
-
-    Raises:
-        ValueError: if the teacher is not better than the dense model.
-    """
-    if not teacher > dense:
-        raise ValueError(
-            f"The teacher's accuracy of {teacher:.2%} is not above the dense model's {dense:.2%}: its experts bring "
-            "nothing that a student could keep."
-        )
-    return (student - dense) / (teacher - dense)
-
-
 @torch.inference_mode()
 def predictions(
     models: Sequence[nn.Module], names: Sequence[str], images: ImageDataset, inference: Inference

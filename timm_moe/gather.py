@@ -22,7 +22,7 @@ def average(stacked: Weights) -> dict[str, Tensor]:
 
 def add(stacked: Weights) -> dict[str, Tensor]:
     """The sum of the weights (OneS, "Sum"). It is not divided by E: of a routed model's experts few act on a token."""
-    return _gather_weights(stacked, lambda weight_EOI: weight_EOI.sum(0))
+    return _gather_weights(stacked, partial(_sum_truncated, ratio=1))
 
 
 def top_units(stacked: Weights) -> dict[str, Tensor]:
@@ -68,25 +68,25 @@ def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
     Raises:
         ValueError: unless 0 < ratio <= 1.
     """
-    if not 0 < ratio <= 1:
-        raise ValueError(f"svd_ratio must be above 0 and at most 1, got {ratio}.")
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise ValueError(f"svd_ratio must be above 0 and at most 1, got {ratio!r}.")
     return _gather_weights(stacked, partial(_sum_truncated, ratio=ratio))
 
 
 def _sum_truncated(weight_EOI: Tensor, ratio: float) -> Tensor:
-    total = torch.zeros_like(weight_EOI[0])
+    precise = torch.promote_types(weight_EOI.dtype, torch.float32)
+    total = torch.zeros_like(weight_EOI[0], dtype=precise)
     for weight in weight_EOI:  # one at a time, for little memory
-        total += _truncated(weight, ratio)
-    return total
+        total += _truncated(weight.to(precise), ratio)
+    return total.to(weight_EOI.dtype)
 
 
 def _truncated(weight: Tensor, ratio: float) -> Tensor:
     if ratio == 1:
         return weight
-    precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    u, values, v = torch.linalg.svd(precise, full_matrices=False)
+    u, values, v = torch.linalg.svd(weight, full_matrices=False)
     rank = int((values.cumsum(0) < ratio * values.sum()).sum()) + 1
-    return ((u[:, :rank] * values[:rank]) @ v[:rank]).to(weight.dtype)
+    return (u[:, :rank] * values[:rank]) @ v[:rank]
 
 
 def _gather_weights(stacked: Weights, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights],
     Raises:
         ValueError: if there is no such method, or a ratio is given to another than ``"svd"``.
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
     if svd_ratio is None:
         return METHODS[name]

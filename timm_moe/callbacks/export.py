@@ -67,8 +67,9 @@ def export_dense(
 ) -> Export:
     """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
 
-    What was written is loaded again with stock timm and compared with the source on random images before the folder
-    appears under its name; if anything fails before, nothing is left behind.
+    A model without expert layers, as a student after its training, is written as it is. What was written is loaded
+    again with stock timm and compared with the source on random images before the folder appears under its name; if
+    anything fails before, nothing is left behind.
 
     Args:
         source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
@@ -84,31 +85,44 @@ def export_dense(
         allow_nonfinite: export weights that contain NaN or Inf.
 
     Raises:
-        ValueError: if the source is no expert model or cannot be read, has a layer that no stock model has, its weights
-            are not finite, or the stock model does not give the source's outputs.
+        ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has a layer that no
+            stock model has, its weights are not finite, or the stock model does not give the source's outputs.
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
     if not isinstance(source, nn.Module):
         _logger.info("Loading %s ...", source)
     model = unwrap_model(load_source(source, spec, use_ema))
-    _logger.info("Making one network of the experts and checking the result ...")
-    dense = to_dense(model, method, svd_ratio).eval()
+    if not allow_nonfinite:
+        _require_finite(model)
+    if moe_layers(model) or method != "average":
+        _logger.info("Making one network of the experts and checking the result ...")
+        dense = to_dense(model, method, svd_ratio)
+    else:
+        dense = copy.copy(model)  # its config changes below, the source's does not
     exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
     if not hasattr(dense, "pretrained_cfg"):
         raise ValueError(f"This {type(dense).__name__} was not made by timm.create_model, so timm could not load it.")
-    if not allow_nonfinite:
-        _require_finite(dense)
     _describe_input(dense)
+    images = _random_images(dense)
+    expected = _outputs(model if exact else dense, images)
     with _staging_folder(target) as folder:
         _save(dense, folder, target, model_args)
+        del model, dense  # for little memory: not alive beside what is loaded, unless the caller holds them
         stock = _load(folder, "Stock timm")
-        difference = _largest_difference(model if exact else dense, stock)
+        difference = _largest_difference(expected, _outputs(stock, images))
         _publish(folder, target)
     return Export(target, get_pretrained_cfg(stock)["architecture"], parameters(stock), difference, exact)
 
 
-def export_moe(model: nn.Module, output_dir: str | Path, model_args: dict[str, Any] | None = None) -> Path:
+def export_moe(
+    model: nn.Module,
+    output_dir: str | Path,
+    model_args: dict[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+) -> Path:
     """Write an expert model as it is for ``timm.create_model("local-dir:DIR", pretrained=True)`` with this package.
 
     What was written is loaded again before the folder appears under its name: its tensors must be the model's bit for
@@ -116,15 +130,17 @@ def export_moe(model: nn.Module, output_dir: str | Path, model_args: dict[str, A
 
     Args:
         model: an expert model of a registered name.
-        output_dir: folder to write, in an existing folder; empty or not there yet.
+        output_dir: folder to write, in an existing folder.
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
+        overwrite: replace the model in a folder that already holds something.
+        allow_nonfinite: write weights that contain NaN or Inf.
 
     Raises:
         ValueError: if the model has no expert layers or no registered name, its weights are not finite, or what was
             written does not give it back.
         OSError: if the folder is in use or cannot be written.
     """
-    target = check_target(output_dir, overwrite=False)
+    target = check_target(output_dir, overwrite)
     model = copy.copy(unwrap_model(model))  # its config changes below, the caller's does not
     if not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
@@ -133,13 +149,15 @@ def export_moe(model: nn.Module, output_dir: str | Path, model_args: dict[str, A
             f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
             "registered model of timm_moe and load the weights into it."
         )
-    _require_finite(model)
+    if not allow_nonfinite:
+        _require_finite(model)
     _describe_input(model)
+    images = _random_images(model)
     with _staging_folder(target) as folder:
         _save(model, folder, target, model_args)
         loaded = _load(folder, "timm with timm_moe")
         require_same_tensors(model.state_dict(), loaded)
-        _largest_difference(model, loaded)
+        _largest_difference(_outputs(model, images), _outputs(loaded, images))
         _publish(folder, target)
     return target
 
@@ -148,7 +166,7 @@ def require_same_tensors(state_dict: dict[str, Tensor], loaded: nn.Module) -> No
     """Raise ValueError unless a model that was loaded from a state dict has its tensors bit for bit."""
     for name, tensor in loaded.state_dict().items():
         saved = state_dict.get(name)
-        if saved is None or not torch.equal(tensor.to(saved.dtype), saved.to(tensor.device)):
+        if saved is None or not _equal_with_nan(tensor.to(saved.dtype), saved.to(tensor.device)):
             raise ValueError(f"{name} is not what was saved after timm has loaded it.")
 
 
@@ -236,18 +254,23 @@ def _load(folder: Path, loader: str) -> nn.Module:
         ) from error
 
 
-@torch.inference_mode()
-def _largest_difference(model: nn.Module, stock: nn.Module) -> float:
-    reference = next(model.parameters())
+def _random_images(model: nn.Module) -> Tensor:
+    """Four images on the model's device, always the same."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, *get_pretrained_cfg(stock)["input_size"], generator=generator).to(reference)
-    stock = stock.to(reference.device, reference.dtype)
-    devices = [reference.device] if reference.is_cuda else []
-    with torch.random.fork_rng(devices), _as_deployed(model), _as_deployed(stock):
+    images = torch.randn(4, *get_pretrained_cfg(model)["input_size"], generator=generator)
+    return images.to(next(model.parameters()))
+
+
+@torch.inference_mode()
+def _outputs(model: nn.Module, images: Tensor) -> Tensor:
+    model = model.to(images.device, images.dtype)
+    with torch.random.fork_rng([images.device] if images.is_cuda else []), _as_deployed(model):
         torch.manual_seed(0)  # some routers draw noise in eval mode too
-        expected = model(images)
-        torch.manual_seed(0)
-        actual = stock(images)
+        return model(images)
+
+
+def _largest_difference(expected: Tensor, actual: Tensor) -> float:
+    """Of outputs; raises ValueError if it is too large."""
     if _equal_with_nan(expected, actual):
         return 0.0
     difference = (expected - actual).abs().max().item()

@@ -146,9 +146,9 @@ def push_dense(
     model = unwrap_model(load_source(source, spec, use_ema))
     with tempfile.TemporaryDirectory() as temporary:
         folder = _folder_of(source)
-        expert = None
-        if folder is None or moe_layers(model):
-            folder, expert = Path(temporary, "model"), model
+        expert = model if moe_layers(model) else None
+        if folder is None or expert is not None:
+            folder = Path(temporary, "model")
             if not export_dense(model, folder, method, svd_ratio=svd_ratio, model_args=model_args).exact:
                 _logger.warning("The dense model is not the one that was trained: validate it.")
         used = None if expert is None else method
@@ -219,6 +219,11 @@ def _publish(folder: Path, card: Card, destination: Destination, api: HfApi | No
         _logger.info("Not uploaded: %s.", ", ".join(left_out))
     text = str(card)
     if "README.md" in files:
+        if card.statements != Statements():
+            raise ValueError(
+                f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
+                "metrics there, or take the file away."
+            )
         text = (folder / "README.md").read_text(encoding="utf-8")
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..convert import moe_layers
 from ..info import activated_parameters, is_registered_here, parameters
-from ..layers import EwaMlp
+from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, model_input_size
 from .source import read_checkpoint
 
@@ -205,10 +205,26 @@ class Card:
         return get_pretrained_cfg(self.expert).get("hf_hub_id")
 
     @property
+    def _start(self) -> str | None:
+        """What training began from: pretrained weights of the Hub, a file, or the folder of a gathered student."""
+        args = self.origin.args
+        name = str(args.get("model"))
+        folder = name if name.startswith(("local-dir:", "hf-hub:")) else None
+        return self._base or args.get("initial_checkpoint") or args.get("pretrained_path") or folder
+
+    @property
     def _dataset(self) -> str | None:
         """Stated, or the name that train.py was given for what is no folder of images."""
         kind, _, name = " ".join(str(self.origin.args.get("dataset") or "").split()).partition("/")
-        return self.statements.dataset or (name if kind in (*_HUB_READERS, "tfds", "torch", "wds") else None)
+        named = kind in (*_HUB_READERS, "tfds", "torch") and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)  # not a path
+        return self.statements.dataset or (name if named else None)
+
+    @property
+    def _measured_on(self) -> str | None:
+        """The images of the results, as far as it is known."""
+        if self.statements.metrics:
+            return self.statements.dataset
+        return self._dataset or "validation images of the training run"
 
     @property
     def _dataset_id(self) -> str | None:
@@ -227,7 +243,7 @@ class Card:
             EvalResult(
                 task_type="image-classification",
                 dataset_type=self._dataset_id or "imagefolder",
-                dataset_name=self._dataset or "validation images of the training run",
+                dataset_name=self._measured_on or "not stated",
                 metric_type=_METRICS.get(name, (name, name))[1],
                 metric_name=_METRICS.get(name, (name, name))[0],
                 metric_value=value,
@@ -287,7 +303,7 @@ class Card:
             return "\n".join(lines) + "."
         epoch = f" after epoch {origin.epoch} (from 0)" if isinstance(origin.epoch, int) else ""
         lines[-1] += f", which timm's train.py wrote{epoch}"
-        lines[-1] += f"; it began from the weights of `{self._base}`." if self._base else "."
+        lines[-1] += f"; it began from the weights of `{_public(self._start)}`." if self._start else "."
         shown = {name: f"`{_public(value)}`" for name, value in self._options().items() if value not in _UNSET}
         return "\n".join([*lines, "", _table(("option", "value"), shown)])
 
@@ -309,7 +325,7 @@ class Card:
                 "## Results\n\nNone: what was measured in training belongs to the expert model, not to this dense one."
             )
         where = "Stated by the publisher" if self.statements.metrics else "Measured by train.py after that epoch"
-        on = f" on {self._dataset}" if self._dataset else ""
+        on = f" on {self._measured_on}" if self._measured_on else ""
         rows = {_METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in self._metrics.items()}
         return f"## Results\n\n{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
 
@@ -321,9 +337,10 @@ class Card:
         return "## Licence\n\nNot stated: ask the publisher before you use the weights."
 
     def _citation(self) -> str:
-        if self.expert is None:
+        papers = _papers(self.expert, self.method) if self.expert is not None else _family_papers(self._architecture)
+        if not papers:
             return ""
-        entries = [_bibtex(*_PAPERS[name]) for name in _papers(self.expert, self.method)]
+        entries = [_bibtex(*_PAPERS[name]) for name in papers]
         return "\n".join(["## Citation", "", "```bibtex", *entries, "```"])
 
 
@@ -333,6 +350,8 @@ def _experts(expert: nn.Module, method: str | None) -> str:
     name = get_pretrained_cfg(expert).get("architecture", type(expert).__name__)
     where = f"in each of {len(layers)} layers" if len(layers) > 1 else "in one layer"
     held = f"{layers[0].num_experts} experts {where}"
+    if any(isinstance(layer, SharedExpertMlp) for layer in layers):
+        held += " and a shared one"
     if method is None:
         return f"It has {held}."
     return f"It was trained as `{name}` with {held}, of which one network was made (`{method}`)."
@@ -340,12 +359,15 @@ def _experts(expert: nn.Module, method: str | None) -> str:
 
 def _papers(expert: nn.Module, method: str | None) -> list[str]:
     """The papers of a model's kind, of its averaging and of how it was made dense."""
-    name = get_pretrained_cfg(expert).get("architecture", "")
-    found = next((papers for prefix, papers in _FAMILIES.items() if name.startswith(prefix)), [])
+    found = _family_papers(get_pretrained_cfg(expert).get("architecture", ""))
     layers = moe_layers(expert).values()
     averaged = ["EWA"] if any(isinstance(layer, EwaMlp) or layer.share_rate for layer in layers) else []
     gathered = ["OneS"] if method not in (None, "average") else []
     return list(dict.fromkeys([*found, *averaged, *gathered])) or ["V-MoE"]
+
+
+def _family_papers(name: str) -> list[str]:
+    return next((papers for prefix, papers in _FAMILIES.items() if name.startswith(prefix)), [])
 
 
 def _bibtex(arxiv: str, author: str, title: str, year: int) -> str:

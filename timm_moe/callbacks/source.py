@@ -107,6 +107,11 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
 
 
 def _create(name: str, **kwargs: Any) -> nn.Module:
+    if name.startswith("local-dir:") and not Path(name.removeprefix("local-dir:")).is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {name.removeprefix('local-dir:')}, which the model was made from: say where it is now "
+            "with --model local-dir:FOLDER."
+        )
     try:
         return timm.create_model(name, **kwargs)
     except Exception as error:  # a damaged folder or argument may end in anything
