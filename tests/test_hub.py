@@ -565,7 +565,7 @@ def test_what_is_no_expert_model(checkpoint, dense_vit, tmp_path):
         push_moe(folder, "user/vit", dry_run=True)
     with pytest.raises(ValueError, match="has no expert layers"):
         push_dense(dense_vit, "user/vit", method="svd", dry_run=True)
-    assert "Plain timm loads it" in push_dense(dense_vit, "user/vit", dry_run=True).card
+    assert "Plain timm loads it" in push_dense(dense_vit, "user/vit", model_args=SMALL_VIT, dry_run=True).card
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
         push_dense(folder, "user/vit", dry_run=True)
