@@ -1,6 +1,7 @@
 """After training: from whatever holds an expert model to the model in memory."""
 
 import argparse
+import json
 import pickle
 import zipfile
 from dataclasses import dataclass, field
@@ -92,7 +93,8 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     args = {**_model_args(train_args), **_spec_args(spec)}
     model = _create(name, **args)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
-        model._model_args = {name: value for name, value in args.items() if value is not None}  # type: ignore[assignment]
+        given = {option: value for option, value in args.items() if value is not None}
+        model._model_args = {**_saved_args(name), **given}  # type: ignore[assignment]
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
@@ -116,6 +118,14 @@ def _create(name: str, **kwargs: Any) -> nn.Module:
         return timm.create_model(name, **kwargs)
     except Exception as error:  # a damaged folder or argument may end in anything
         raise ValueError(f"{name} cannot be created: {_first_problem(error)}") from error
+
+
+def _saved_args(name: str) -> dict[str, Any]:
+    """The arguments that a folder's config.json states for its model."""
+    if not name.startswith("local-dir:"):
+        return {}
+    config = json.loads(Path(name.removeprefix("local-dir:"), "config.json").read_text())
+    return config.get("model_args") or {}
 
 
 def _first_problem(error: Exception) -> str:
