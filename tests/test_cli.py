@@ -35,7 +35,7 @@ def test_list(capsys):
 def test_info(capsys):
     assert main(["info", "vit_small_ewa_moe"]) == 0
     out = capsys.readouterr().out
-    assert "parameters, exported   22,050,664" in out  # SPEC B: ViT-S/16
+    assert "parameters, exported   22,050,664" in out  # ViT-S/16
     assert "parameters, activated  22,050,664 per token" in out
     assert "parameters, training   43,318,888" in out  # 6 layers x 3 more experts of 2DH + H + D
     assert "4 in each of 6 layers, the model has 12 blocks" in out

@@ -16,7 +16,7 @@ from timm_moe.convert import select_blocks
 
 @pytest.mark.parametrize(
     ("rule", "depth", "blocks"),
-    [  # SPEC A0: the V-MoE placements
+    [  # as V-MoE places them
         ("every-2", 12, [1, 3, 5, 7, 9, 11]),
         ("every-1", 3, [0, 1, 2]),
         ("last-2", 8, [5, 7]),

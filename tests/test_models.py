@@ -42,7 +42,7 @@ def test_parameter_ratio_of_the_papers_table_1():
 def test_xtiny_is_the_papers_small_data_model():
     with torch.device("meta"):
         model = timm.create_model("vit_xtiny_ewa_moe")
-    assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71  # SPEC A2.6
+    assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71  # arXiv 2112.13492
     assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
     assert model.pretrained_cfg["input_size"] == (3, 32, 32)
 
