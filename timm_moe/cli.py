@@ -18,7 +18,7 @@ from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
 from .gather import METHODS
-from .info import ModelInfo, model_info, registered_models
+from .info import ModelInfo, is_registered_here, model_info, registered_models
 from .papers import comparisons
 from .routes import check_output, collect_routes, summarize_all, write_routes
 from .routes import table as routes_table
@@ -256,7 +256,7 @@ def _export(args: argparse.Namespace) -> None:
     difference = result.largest_difference
     compared = f"differ by at most {difference:.3g} from" if difference else "equal"
     source = "the source model's" if result.exact else "those of the network made of the experts"
-    loader = "timm with this package" if result.architecture in registered_models() else "stock timm"
+    loader = "timm with this package" if is_registered_here(result.architecture) else "stock timm"
     print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
     if not result.exact:
         print("It is not the model that was trained: validate it, or train it further, before you use it.")

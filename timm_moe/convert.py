@@ -26,6 +26,7 @@ from .layers import (
     TopKRouter,
     begin_forward,
 )
+from .layers.checks import check_flag, check_integer, check_number
 from .schedules import check_share_rate, get_schedule
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -152,12 +153,10 @@ def convert_to_moe(
     )
     if router not in ROUTERS:
         raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}.")
-    if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
-        raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}.")
+    check_integer("num_experts", num_experts, 1)
     shared_options = {"shared_expert": shared_expert, "shared_init": shared_init}
     _refuse_foreign_options(router, {"eval_mode": eval_mode} if router == "top_k" else routed_options | shared_options)
-    if not isinstance(shared_expert, bool):
-        raise ValueError(f"shared_expert must be True or False, got {shared_expert!r}.")
+    check_flag("shared_expert", shared_expert)
     if shared_init != "pretrained" and not shared_expert:
         raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
     if routing_unit == "image" and getattr(model, "cls_token", None) is None:
@@ -236,8 +235,7 @@ def _none(value: Any) -> Any:
 def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: int, routing_unit: str) -> None:
     if ensemble not in ENSEMBLES:
         raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
-    if type(ensemble_size) is not int or ensemble_size < 1:
-        raise ValueError(f"ensemble_size must be an integer of at least 1, got {ensemble_size!r}.")
+    check_integer("ensemble_size", ensemble_size, 1)
     if ensemble_size == 1:
         if ensemble != "pbe":
             raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
@@ -275,8 +273,7 @@ def _make_router(
 ) -> TopKRouter:
     if routing_unit not in ROUTING_UNITS:
         raise ValueError(f"routing_unit must be one of {', '.join(ROUTING_UNITS)}, got {routing_unit!r}.")
-    if isinstance(aux_loss_weight, bool) or not isinstance(aux_loss_weight, (int, float)) or not aux_loss_weight >= 0:
-        raise ValueError(f"aux_loss_weight must be a number of at least 0, got {aux_loss_weight!r}.")
+    check_number("aux_loss_weight", aux_loss_weight, 0)
     names = aux_loss.split("+") if isinstance(aux_loss, str) else []
     if not names or len(set(names)) < len(names):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")

@@ -98,7 +98,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     model = weightless_model(name, **kwargs)
     layers = list(moe_layers(model).values())
-    if not layers and name not in registered_models():
+    if not layers and not is_registered_here(name):
         raise ValueError(f"{name} has no expert layers.")
     router = layers[0].router if layers else None
     partitioned = isinstance(router, RandomPartition)

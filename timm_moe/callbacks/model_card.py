@@ -117,7 +117,7 @@ def find_origin(source: nn.Module | str | Path, use_ema: bool = False) -> Origin
     if str(source).startswith("hf-hub:"):
         return Origin(str(source))
     path = Path(str(source).removeprefix("local-dir:"))
-    if not path.is_file():
+    if not path.is_file() or path.suffix == ".safetensors":  # which holds nothing but weights
         return Origin(path.name)
     checkpoint = read_checkpoint(path)
     if not hasattr(checkpoint.get("args"), "model"):

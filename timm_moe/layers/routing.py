@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checks import check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, queue
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
@@ -96,14 +97,13 @@ class TopKRouter(RecordingRouter):
         gate_mode: str = "prob",
     ):
         loss_weights = dict(loss_weights or {})
-        _check_integer("top_k", top_k, 1, num_experts)
-        _check_number("noise_std", noise_std, 0)
-        _check_number("capacity_factor", capacity_factor, 0, above=True, or_none=True)
-        _check_number("eval_capacity_factor", eval_capacity_factor, 0, above=True, or_none=True)
-        _check_integer("capacity_multiple", capacity_multiple, 1)
-        _check_integer("group_images", group_images, 1, or_none=True)
-        if not isinstance(batch_priority, bool):
-            raise ValueError(f"batch_priority must be True or False, got {batch_priority!r}.")
+        check_integer("top_k", top_k, 1, num_experts)
+        check_number("noise_std", noise_std, 0)
+        check_number("capacity_factor", capacity_factor, 0, above=True, or_none=True)
+        check_number("eval_capacity_factor", eval_capacity_factor, 0, above=True, or_none=True)
+        check_integer("capacity_multiple", capacity_multiple, 1)
+        check_integer("group_images", group_images, 1, or_none=True)
+        check_flag("batch_priority", batch_priority)
         if not isinstance(capacity_rounding, str) or capacity_rounding not in ROUNDINGS:
             raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
         if gate_mode not in GATE_MODES:
@@ -111,7 +111,7 @@ class TopKRouter(RecordingRouter):
         for name, weight in loss_weights.items():
             if name not in LOSSES:
                 raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
-            _check_number(f"The weight of the {name} loss", weight, 0)
+            check_number(f"The weight of the {name} loss", weight, 0)
         if loss_weights.get("load") and not noise_std:
             raise ValueError(
                 "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
@@ -271,7 +271,7 @@ class TiledRouter(TopKRouter):
     """
 
     def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
-        _check_integer("ensemble_size", ensemble_size, 1)
+        check_integer("ensemble_size", ensemble_size, 1)
         super().__init__(dim, num_experts, top_k, **options)
         self.ensemble_size = ensemble_size
 
@@ -414,22 +414,3 @@ def _check_copies(batch: int, copies: int) -> None:
 
 def _no_autocast(x: Tensor) -> Any:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # there is none for meta
-
-
-def _check_number(name: str, value: Any, low: float, above: bool = False, or_none: bool = False) -> None:
-    """Raise ValueError unless ``value`` is a finite number, at least ``low`` or above it."""
-    if or_none and value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or (above and value == low):
-        bound = f"{'above' if above else 'of at least'} {low}{' or None' if or_none else ''}"
-        raise ValueError(f"{name} must be a number {bound}, got {value!r}.")
-
-
-def _check_integer(name: str, value: Any, low: int, high: int | None = None, or_none: bool = False) -> None:
-    """Raise ValueError unless ``value`` is an integer from ``low`` to ``high``."""
-    if or_none and value is None:
-        return
-    if type(value) is not int or value < low or (high is not None and value > high):
-        bound = f"of at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be an integer {bound}{' or None' if or_none else ''}, got {value!r}.")

@@ -8,6 +8,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pr
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from ..layers.checks import check_flag
 from .mixin import MoeMixin, architecture_args
 
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
@@ -21,8 +22,7 @@ class PreLogitsVisionTransformer(VisionTransformer):
     """
 
     def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
-        if not isinstance(pre_logits, bool):
-            raise ValueError(f"pre_logits must be True or False, got {pre_logits!r}.")
+        check_flag("pre_logits", pre_logits)
         super().__init__(*args, **kwargs)
         head = self.head
         del self.head  # timm's agc takes the last two parameters for the classifier's

@@ -8,6 +8,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ..convert import moe_layers
+from ..layers.checks import check_flag
 from .mixin import MOE_OPTIONS, MoeMixin
 from .sharing import keep_once_in_state_dict
 from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
@@ -28,9 +29,8 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     """
 
     def __init__(self, *args: Any, shared_norm: bool = False, zero_class_token: bool = False, **kwargs: Any):
-        for name, value in (("shared_norm", shared_norm), ("zero_class_token", zero_class_token)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}.")
+        check_flag("shared_norm", shared_norm)
+        check_flag("zero_class_token", zero_class_token)
         super().__init__(*args, block_fn=_block_without_weights_but_first, **kwargs)
         self.shared_parts = ("attn", "mlp", *(("norm1", "norm2") if shared_norm else ()))
         for block in self.blocks[1:]:
@@ -184,8 +184,7 @@ def _create_without_experts(variant: str, size: str, pretrained: bool, kwargs: d
 def _size_and_head(size: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a size; takes ``official_compat`` from the caller's."""
     official = kwargs.pop("official_compat", False)
-    if not isinstance(official, bool):
-        raise ValueError(f"official_compat must be True or False, got {official!r}.")
+    check_flag("official_compat", official)
     return {**_POOLING, **(_OFFICIAL if official else {}), **_SIZES[size]}
 
 
