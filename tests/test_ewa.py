@@ -310,3 +310,14 @@ def test_needs_an_optimizer_that_trains_the_experts_and_has_no_averaging(ewa_vit
     optimizer, _ = averaged(ewa_vit)
     with pytest.raises(ValueError, match="already has its expert weight averaging"):
         ExpertWeightAveraging(ewa_vit, optimizer, total_updates=5)
+
+
+@pytest.mark.parametrize("num_experts", [2, 3, 8])
+def test_averaging_by_blocks_is_averaging(monkeypatch, num_experts):
+    monkeypatch.setattr("timm_moe.callbacks.ewa._BLOCK", 7)
+    stacked = torch.randn(num_experts, 5, 9)
+    whole = torch.lerp(stacked, stacked.mean(0, keepdim=True), 0.1 * num_experts / (num_experts - 1))
+    by_parts = average_(stacked.clone(), 0.1)
+    torch.testing.assert_close(by_parts, whole, rtol=0, atol=1e-6)
+    transposed = average_(stacked.mT.contiguous().mT, 0.1)  # not contiguous, so it is taken whole
+    torch.testing.assert_close(transposed, whole, rtol=0, atol=1e-6)

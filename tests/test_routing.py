@@ -475,3 +475,32 @@ def test_a_capacity_below_one():
     layer = routed(capacity_factor=0.01, capacity_rounding="floor")
     with pytest.raises(ValueError, match=r"capacity_factor=0.01 leaves no place: 6 choices over 4 experts"):
         layer(torch.randn(2, 3, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("capacity_factor", [None, 0.6])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_combine_has_the_gradients_of_the_plain_sum(top_k, capacity_factor, dtype):
+    torch.manual_seed(0)
+    router = TopKRouter(8, 4, top_k, capacity_factor=capacity_factor, capacity_multiple=1).double()
+    routing = router(torch.randn(3, 5, 8, dtype=torch.float64))
+    weight = routing.weight.detach().requires_grad_()
+    routing = routing._replace(weight=weight)
+    outputs = [torch.randn(size, 8, dtype=dtype, requires_grad=True) for size in routing.sizes]
+    rows = torch.cat([*outputs, outputs[0].new_zeros(1, 8)])
+    plain = sum(
+        weight[:, choice, None].to(dtype) * rows[routing.place[:, choice]] for choice in range(routing.place.shape[1])
+    )
+    fast = combine(outputs, routing)
+    assert torch.equal(fast, plain)
+    grad = torch.randn_like(fast)
+    for got, expected in zip(
+        torch.autograd.grad(fast, [*outputs, weight], grad),
+        torch.autograd.grad(plain, [*outputs, weight], grad),
+        strict=True,
+    ):
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float64:
+        torch.autograd.gradcheck(lambda w, *o: combine(list(o), routing._replace(weight=w)), [weight, *outputs])
+        torch.autograd.gradgradcheck(lambda w, *o: combine(list(o), routing._replace(weight=w)), [weight, *outputs])

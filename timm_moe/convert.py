@@ -304,28 +304,38 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
         ValueError: if the model has no expert layers, the method is unknown or does not fit the networks, or
             ``svd_ratio`` is not above 0 and at most 1.
     """
-    gather = get_method(method, svd_ratio)
     model = unwrap_model(model)
+    memo = {id(layer): layer for layer in moe_layers(model).values()}  # so that these are not copied
+    return to_dense_(copy.deepcopy(model, memo), method, svd_ratio)
+
+
+def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
+    """As :func:`to_dense`, in place: needs memory for one more dense layer only, since each layer goes before the next.
+
+    Args:
+        model: a model with expert layers, without wrappers.
+        method: as there.
+        svd_ratio: as there.
+    """
+    gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
-    # Standing in the memo, the dense networks take the place of the expert layers, which are never copied.
-    memo: dict[int, Any] = {}
-    told = time.monotonic()
-    for done, (path, layer) in enumerate(layers.items()):
+    number, told = len(layers), time.monotonic()
+    for done, path in enumerate(list(layers)):
         if method == "svd" or time.monotonic() - told > PROGRESS_INTERVAL:  # which takes seconds for every expert
             told = time.monotonic()
-            _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, len(layers))
-        memo[id(layer)] = layer.to_ffn(gather(layer.networks()))
-    dense = copy.deepcopy(model, memo)
-    for module in dense.modules():
+            _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, number)
+        layer = layers.pop(path)
+        _replace(model, layer, layer.to_ffn(gather(layer.networks())))
+    for module in model.modules():
         for handle, hook in list(module._forward_pre_hooks.items()):
             if hook is begin_forward:
                 del module._forward_pre_hooks[handle]
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:
             restore()
-    return dense
+    return model
 
 
 def ffn_paths(model: nn.Module) -> list[str]:

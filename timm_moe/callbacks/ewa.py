@@ -19,6 +19,9 @@ _logger = logging.getLogger(__name__)
 #: Key of ``optimizer.param_groups[0]`` that counts the updates; there it travels with every optimizer checkpoint.
 UPDATES = "ewa_updates"
 
+#: Entries of each expert that are averaged at a time on CPUs.
+_BLOCK = 2**17
+
 
 @torch.no_grad()
 def average_(stacked: Tensor, beta: float) -> Tensor:
@@ -35,8 +38,22 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
     if beta == 0 or num_experts == 1:
         return stacked
     wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-    wide.lerp_(wide.mean(0, keepdim=True), beta * num_experts / (num_experts - 1))
+    _lerp_to_mean_(wide, beta * num_experts / (num_experts - 1))
     return stacked if wide is stacked else _round_keeping_mean_(stacked, wide)
+
+
+def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
+    if stacked.device.type != "cpu" or not stacked.is_contiguous():
+        stacked.lerp_(stacked.mean(0, keepdim=True), weight)
+        return
+    # The same for CPUs: by blocks that stay in the cache, and expert by expert, since broadcasting costs vectorisation.
+    for experts in zip(*(expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)), strict=True):
+        mean = experts[0] + experts[1]
+        for expert in experts[2:]:
+            mean += expert
+        mean /= len(experts)
+        for expert in experts:
+            expert.lerp_(mean, weight)
 
 
 def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> Tensor:

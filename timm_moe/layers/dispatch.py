@@ -4,7 +4,7 @@ Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -177,11 +177,56 @@ def combine(outputs: list[Tensor], routing: Routing) -> Tensor:
         outputs: of each expert, in the order of ``routing.order``.
         routing: as the rows were dispatched.
     """
-    if routing.weight is None:
-        return torch.cat(outputs).index_select(0, routing.place[:, 0])
+    if not _needs_fixed_shapes(outputs[0]):
+        return _Combine.apply(routing.order, routing.place, routing.weight, *outputs)
+    return _weighted_sum(outputs, routing.place, routing.weight)
+
+
+def _weighted_sum(outputs: Sequence[Tensor], place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    if weight_TK is None:
+        return torch.cat(list(outputs)).index_select(0, place_TK[:, 0])
     y_ND = torch.cat([*outputs, outputs[0].new_zeros(1, outputs[0].shape[1])])  # the last is what was dropped
-    weights = routing.weight.to(y_ND.dtype).unsqueeze(2).unbind(1)
-    choices = [
-        weight * y_ND.index_select(0, place) for weight, place in zip(weights, routing.place.unbind(1), strict=True)
-    ]
+    weights = weight_TK.to(y_ND.dtype).unsqueeze(2).unbind(1)
+    choices = [weight * y_ND.index_select(0, place) for weight, place in zip(weights, place_TK.unbind(1), strict=True)]
     return sum(choices[1:], start=choices[0])
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum, with a backward that picks by ``order``; see :class:`_Dispatch` for why."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(order: Tensor, place_TK: Tensor, weight_TK: Tensor | None, *outputs: Tensor) -> Tensor:
+        return _weighted_sum(outputs, place_TK, weight_TK)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        order, place_TK, weight_TK, *outputs = inputs
+        ctx.sizes = [rows.shape[0] for rows in outputs]
+        kept = [] if weight_TK is None else [place_TK, weight_TK, *outputs]  # those only a gate's gradient needs
+        ctx.save_for_backward(order, *kept)
+        ctx.save_for_forward(place_TK, weight_TK, *outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        order, *kept = ctx.saved_tensors
+        grads = grad_TD.index_select(0, order).split(ctx.sizes)
+        if not kept:
+            return None, None, None, *grads
+        place_TK, weight_TK, *outputs = kept
+        places = sum(ctx.sizes)
+        weight_N = weight_TK.new_zeros(places + 1).scatter(0, place_TK.flatten(), weight_TK.flatten())
+        weights = weight_N[:places].to(grad_TD.dtype).unsqueeze(1).split(ctx.sizes)
+        grad_weight_TK = None
+        if ctx.needs_input_grad[2]:
+            products = [(grad * rows).sum(1) for grad, rows in zip(grads, outputs, strict=True)]
+            grad_weight_N = torch.cat([*products, products[0].new_zeros(1)])
+            grad_weight_TK = grad_weight_N[place_TK].to(weight_TK.dtype)
+        return None, None, grad_weight_TK, *(grad * weight for grad, weight in zip(grads, weights, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _order: Any, _place: Any, tangent_TK: Tensor | None, *tangents: Tensor) -> Tensor:
+        place_TK, weight_TK, *outputs = ctx.saved_tensors
+        tangent = _weighted_sum(tangents, place_TK, weight_TK)
+        return tangent if tangent_TK is None else tangent + _weighted_sum(outputs, place_TK, tangent_TK)

@@ -107,7 +107,7 @@ class Experts(Stacked):
             The output of each expert.
         """
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
-        per_expert = {name: stacked.unbind(0) for name, stacked in self.named_expert_parameters()}
+        per_expert = {name: _autocast(stacked).unbind(0) for name, stacked in self.named_expert_parameters()}
         return [
             _call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, rows)
             for expert, rows in enumerate(x_ND.split(list(sizes)))
@@ -130,6 +130,14 @@ class Experts(Stacked):
 
     def extra_repr(self) -> str:
         return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
+
+
+def _autocast(stacked: Tensor) -> Tensor:
+    """Under autocast, matrices in its dtype: cast all at once instead of expert by expert in each product."""
+    device = stacked.device.type
+    if stacked.ndim < 3 or stacked.is_meta or not torch.is_autocast_enabled(device):
+        return stacked
+    return stacked.to(torch.get_autocast_dtype(device))
 
 
 def mean_over_experts(stacked: Tensor) -> Tensor:

@@ -343,9 +343,9 @@ class EnsembleRouter(TiledRouter):
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
-        dtype = torch.promote_types(x_GBND.dtype, torch.float32)
-        weight_MED = self.weight.to(dtype).unflatten(0, (self.ensemble_size, -1))
-        return torch.einsum("gbmnd,med->gbmne", self._by_member(x_GBND.to(dtype)), weight_MED).flatten(1, 2)
+        # A product with all experts, of which a member's own are kept, costs less than bringing members together.
+        logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(-1, (self.ensemble_size, -1))
+        return logits_GBMNME.diagonal(dim1=2, dim2=4).movedim(-1, 2).flatten(1, 2)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
         first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * (self.num_experts // self.ensemble_size)

@@ -1,0 +1,88 @@
+"""The command: ``python -m benchmarks [SUITE ...]`` measures and writes results, report and charts."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from . import report
+
+FOLDER = Path(__file__).parent
+#: glibc gives large blocks back to the system and has them mapped anew, page by page, at each use; this keeps them.
+NEUTRAL_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+#: The settings in which each suite is measured, beside its defaults; allocators of the host matter on CPUs alone.
+PLAN = {
+    "layers": [
+        dict(dtype=dtype, mode=mode, allocator=allocator)
+        for mode in ("eager", "compiled")
+        for dtype in ("float32", "bfloat16")
+        for allocator in ("neutral", "default")
+        if mode == "eager" or allocator == "neutral"
+    ],
+    "steps": [dict(dtype=dtype, allocator="neutral", rounds=9) for dtype in ("float32", "bfloat16")],
+    "averaging": [dict(allocator=allocator) for allocator in ("neutral", "default")],
+    "evaluation": [
+        dict(dtype=dtype, mode=mode, allocator="neutral", rounds=25)
+        for dtype in ("float32", "bfloat16")
+        for mode in ("eager", "compiled")
+    ],
+    "peers": [dict(dtype=dtype, allocator="neutral", rounds=9) for dtype in ("float32", "bfloat16")],
+    "scaling": [dict(allocator="neutral", rounds=5)],
+    "imports": [{}],
+    "exporting": [{}],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(PLAN)}; by default all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, help="of each contest, instead of each suite's own number")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the report of earlier results")
+    args = parser.parse_args()
+    unknown = set(args.suites) - set(PLAN)
+    if unknown:
+        parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
+    if not args.report:
+        for suite in args.suites or PLAN:
+            for setting in _settings(suite, args):
+                _measure(suite, setting)
+    report.write(FOLDER / "results")
+
+
+def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, str]]:
+    chosen = {"device": args.device, **({"rounds": args.rounds} if args.rounds else {})}
+    settings = [{**setting, **chosen} for setting in PLAN[suite]]
+    return [setting for setting in settings if args.device == "cpu" or setting.get("allocator") != "default"]
+
+
+def _measure(suite: str, setting: dict[str, str]) -> None:
+    """Measure in a process of its own and keep the result beside those of other suites and settings."""
+    words = " ".join(str(value) for value in setting.values())
+    print(f"{suite} ({words})", file=sys.stderr, flush=True)
+    allocator = NEUTRAL_ALLOCATOR if setting.get("allocator") == "neutral" else {}
+    command = [sys.executable, "-m", "benchmarks.worker", suite, json.dumps(setting)]
+    process = subprocess.run(
+        command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True
+    )
+    if process.returncode:
+        sys.exit(f"The suite {suite} ({words}) ended with exit code {process.returncode}; see above.")
+    path = FOLDER / "results" / f"{setting['device']}.json"
+    path.parent.mkdir(exist_ok=True)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    key = " ".join([suite, *(str(setting[name]) for name in ("dtype", "mode", "allocator") if name in setting)])
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**results, key: json.loads(process.stdout)}, indent=1))
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

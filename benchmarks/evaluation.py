@@ -1,0 +1,57 @@
+"""Models in eval mode beside the dense model of equal FLOPs, an image at a time and by batches."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from timm_moe.layers import ImageRouter, MoeMlp
+
+from .layers import TOKENS, WIDTH, mlp, router
+from .protocol import Contest, Row, Setting, Work, run
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    for batch in (1, 32):
+        for contest in contests(batch, setting):
+            yield from run(contest, setting)
+
+
+def contests(batch: int, setting: Setting) -> Iterator[Contest]:
+    tokens = torch.randn(batch, TOKENS, WIDTH, device=setting.device)
+    layers = {
+        "dense": mlp,
+        "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
+        "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
+    }
+    yield Contest(f"layer in eval mode, batch {batch}", _works(layers, tokens, setting))
+    images = torch.randn(batch, 3, 224, 224, device=setting.device)
+    vimoe = partial(timm.create_model, "vimoe_s14", num_experts=8)
+    models = {
+        "dense": partial(timm.create_model, "vit_small_patch14_dinov2", img_size=224),
+        "ViMoE: image-level top-1 of 8 in the last two blocks": vimoe,
+        "ViMoE: the same in all blocks": partial(vimoe, moe_layers="last-12"),
+    }
+    yield Contest(f"ViT-S/14 in eval mode, batch {batch}", _works(models, images, setting))
+    models = {
+        "dense": partial(timm.create_model, "vit_small_patch16_224"),
+        "EWA, 4 experts, not exported": partial(timm.create_model, "vit_small_ewa_moe"),
+    }
+    notes = {"EWA, 4 experts, not exported": "averages its experts at each forward; its export is the dense model"}
+    yield Contest(f"ViT-S/16 in eval mode, batch {batch}", _works(models, images, setting), notes)
+
+
+def _works(models: dict[str, Callable[[], nn.Module]], x: Tensor, setting: Setting) -> dict[str, Callable[[], Work]]:
+    return {name: partial(evaluate, make, x, setting) for name, make in models.items()}
+
+
+def evaluate(make: Callable[[], nn.Module], x: Tensor, setting: Setting) -> Work:
+    model = setting.prepare(make().eval())
+
+    def work() -> None:
+        with torch.inference_mode(), setting.autocast():
+            model(x)
+
+    return work

@@ -1,0 +1,119 @@
+"""Expert layers beside timm's Mlp of equal active FLOPs, forward and backward, and what they keep for the backward."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+import timm_moe
+from timm_moe.layers import EnsembleRouter, EwaMlp, ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter
+
+from .protocol import Contest, Row, Setting, Work, run
+
+WIDTH, HIDDEN, TOKENS = 384, 1536, 197  # ViT-S/16 at 224 px
+BALANCE = {"balance": 0.01}
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Time the layers; images per batch: 64 on CPUs, 128 on GPUs."""
+    for contest in contests(setting):
+        yield from run(contest, setting)
+    if setting.mode == "eager":
+        yield from saved_bytes(setting)
+
+
+def contests(setting: Setting) -> Iterator[Contest]:
+    x = torch.randn(setting.pick(64, 128), TOKENS, WIDTH, device=setting.device)
+    training = partial(train_layer, x=x, setting=setting)
+    yield Contest(
+        "layer, one expert a row",
+        {
+            "dense": lambda: training(mlp()),
+            **{
+                f"random partition, {number} experts": lambda number=number: training(EwaMlp(mlp(), number))
+                for number in (2, 4, 8)
+            },
+            "top-1 of 8": lambda: training(MoeMlp(mlp(), router(8), 8)),
+            "top-1 of 8, capacity 1.05": lambda: training(MoeMlp(mlp(), router(8, capacity_factor=1.05), 8)),
+            "image-level top-1 of 8": lambda: training(MoeMlp(mlp(), router(8, kind=ImageRouter), 8)),
+            "pBE, two members, top-1 of 8": lambda: training(
+                MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8)
+            ),
+        },
+    )
+    yield Contest(
+        "layer, two experts a row",
+        {
+            "dense": lambda: training(mlp(2 * HIDDEN)),
+            "top-2 of 8": lambda: training(MoeMlp(mlp(), router(8, 2), 8)),
+            "top-2 of 8, capacity 1.05": lambda: training(MoeMlp(mlp(), router(8, 2, capacity_factor=1.05), 8)),
+            "WideNet: top-2 of 4, capacity 1.2": lambda: training(MoeMlp(mlp(), router(4, 2, capacity_factor=1.2), 4)),
+            "image-level top-1 of 8 and a shared expert": lambda: training(
+                SharedExpertMlp(mlp(), router(8, kind=ImageRouter), 8)
+            ),
+        },
+        {"WideNet: top-2 of 4, capacity 1.2": "a row of which both choices are full costs nothing"},
+    )
+
+
+def mlp(hidden: int = HIDDEN, width: int = WIDTH) -> Mlp:
+    return Mlp(width, hidden)
+
+
+def router(
+    num_experts: int, top_k: int = 1, kind: type[TopKRouter] = TopKRouter, width: int = WIDTH, **options
+) -> TopKRouter:
+    return kind(width, num_experts, top_k, loss_weights=BALANCE, **options)
+
+
+def train_layer(layer: nn.Module, x: Tensor, setting: Setting) -> Work:
+    """A forward and backward pass that leaves gradients of the input and of every parameter.
+
+    Other packages' layers return their losses too: the output first, then the losses' weighted sum.
+    """
+    model = nn.Sequential(layer.train())  # a model for the function that adds the routers' losses
+    compiled = setting.prepare(model)
+    x = x.clone().requires_grad_()
+    grad = torch.randn_like(x)
+
+    def work() -> None:
+        x.grad = None
+        model.zero_grad()
+        with setting.autocast():
+            y = compiled(x)
+        y, auxiliary = y[:2] if isinstance(y, tuple) else (y, timm_moe.auxiliary_loss(model))
+        ((y * grad).sum() + auxiliary).backward()
+
+    return work
+
+
+def saved_bytes(setting: Setting) -> Iterator[Row]:
+    x = torch.randn(setting.pick(64, 128), TOKENS, WIDTH, device=setting.device)
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "dense": mlp,
+        "random partition, 4 experts": lambda: EwaMlp(mlp(), 4),
+        "random partition, 8 experts": lambda: EwaMlp(mlp(), 8),
+        "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
+    }
+    kept = {name: _saved_bytes(make().to(setting.device), x, setting) for name, make in layers.items()}
+    for name, number in kept.items():
+        ratio = number / kept["dense"]
+        yield Row("saved for the backward", name, ratio, ratio, ratio, number / 2**20, "MiB")
+
+
+def _saved_bytes(layer: nn.Module, x: Tensor, setting: Setting) -> int:
+    """Bytes that the forward pass keeps, each storage once, parameters aside."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), setting.autocast():
+        y = layer.train()(x.clone().requires_grad_())
+    number = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in parameters)
+    del y
+    return number

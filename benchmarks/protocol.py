@@ -1,0 +1,183 @@
+"""How things are timed: side by side in one process, in shuffled rounds, a second baseline gauging the noise."""
+
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Work = Callable[[], object]
+
+#: A measurement counts if the second copy of the baseline takes this much of the time of the first.
+GAUGE = (0.98, 1.02)
+ATTEMPTS = 3
+SHORTEST_SAMPLE = 0.05  # seconds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a suite is measured.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: ``"float32"``, or ``"bfloat16"`` for autocast.
+        mode: ``"eager"`` or ``"compiled"``.
+        allocator: ``"default"``, or ``"neutral"``: glibc's malloc keeps large blocks instead of giving them back.
+        rounds: of each contest.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    mode: str = "eager"
+    allocator: str = "default"
+    rounds: int = 15
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put a module where it is measured, compiled if that is the mode."""
+        module = module.to(self.device)
+        return torch.compile(module) if self.mode == "compiled" else module
+
+    def pick(self, cpu: int, cuda: int) -> int:
+        """A size that suits the device."""
+        return cpu if self.device == "cpu" else cuda
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Pieces of work to be timed against each other.
+
+    Attributes:
+        name: shown in the tables.
+        entries: functions that set the work up and return it; the first is the baseline.
+        notes: what an entry does differently.
+    """
+
+    name: str
+    entries: Mapping[str, Callable[[], Work]]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        contest: what was compared.
+        entry: who.
+        ratio: median over the rounds of the ratio to the baseline of the same round.
+        low: lower quartile.
+        high: upper quartile.
+        value: median time, or whatever else ``unit`` says.
+        unit: of ``value``.
+        gauge: the ratio of the baseline's second copy; None where nothing is timed.
+        note: what this entry does differently.
+    """
+
+    contest: str
+    entry: str
+    ratio: float
+    low: float
+    high: float
+    value: float
+    unit: str
+    gauge: float | None = None
+    note: str = ""
+
+    @property
+    def counts(self) -> bool:
+        return self.gauge is None or GAUGE[0] <= self.gauge <= GAUGE[1]
+
+
+def run(contest: Contest, setting: Setting) -> list[Row]:
+    """Time a contest; one whose gauge shows too much noise is repeated, and the quietest attempt is kept."""
+    baseline = next(iter(contest.entries))
+    works = {name: make() for name, make in contest.entries.items()}
+    gauge = f"{baseline} (again)"
+    works = {baseline: works.pop(baseline), gauge: contest.entries[baseline](), **works}
+    repeats = _warm_up(works, baseline, setting)
+    attempts: list[list[Row]] = []
+    while len(attempts) < ATTEMPTS and not (attempts and attempts[-1][0].counts):
+        seconds = _rounds(contest.name, works, repeats, setting)
+        attempts.append(_rows(contest, seconds, baseline, gauge))
+    return min(attempts, key=lambda rows: abs(rows[0].gauge - 1))
+
+
+def _warm_up(works: Mapping[str, Work], baseline: str, setting: Setting) -> int:
+    """Run everything twice; returns how often to repeat the work within a sample."""
+    for work in works.values():
+        _seconds(work, 2, setting)
+    return max(1, math.ceil(SHORTEST_SAMPLE / _seconds(works[baseline], 1, setting)))
+
+
+def _rounds(name: str, works: Mapping[str, Work], repeats: int, setting: Setting) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {entry: [] for entry in works}
+    shown = time.monotonic()
+    for number in range(setting.rounds):
+        for entry in random.sample(list(works), len(works)):
+            seconds[entry].append(_seconds(works[entry], repeats, setting))
+        if time.monotonic() - shown > 5:
+            shown = time.monotonic()
+            print(f"  {name}: round {number + 1} of {setting.rounds}", file=sys.stderr, flush=True)
+    return seconds
+
+
+def _seconds(work: Work, repeats: int, setting: Setting) -> float:
+    """Of one repetition: of CPU time on CPUs, which other processes disturb less, else of the clock."""
+    clock = time.process_time if setting.device == "cpu" else time.perf_counter
+    _synchronize(setting)
+    start = clock()
+    for _ in range(repeats):
+        work()
+    _synchronize(setting)
+    return (clock() - start) / repeats
+
+
+def _synchronize(setting: Setting) -> None:
+    if setting.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _rows(contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str) -> list[Row]:
+    def quartiles(entry: str) -> list[float]:
+        return statistics.quantiles([a / b for a, b in zip(seconds[entry], seconds[baseline], strict=True)], n=4)
+
+    noise = quartiles(gauge)[1]
+    rows = []
+    for entry in (name for name in seconds if name != gauge):
+        low, median, high = quartiles(entry)
+        milliseconds = statistics.median(seconds[entry]) * 1e3
+        note = contest.notes.get(entry, "")
+        rows.append(Row(contest.name, entry, median, low, high, milliseconds, "ms", noise, note))
+    return rows
+
+
+def environment(setting: Setting) -> dict[str, Any]:
+    """The hardware and the versions, for the results."""
+    import datetime
+    import os
+    import platform
+
+    import timm
+
+    import timm_moe
+
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as lines:
+            cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{cpu}, one thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "timm_moe": timm_moe.__version__,
+        "date": datetime.date.today().isoformat(),
+    }

@@ -1,0 +1,179 @@
+"""docs/benchmarks.md and its charts, from the results on disk."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .protocol import GAUGE, Row
+
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = Path(__file__).parent / "report.md"
+
+Results = dict[str, dict[str, Any]]
+
+
+class Target(NamedTuple):
+    """A ratio that the package is held to.
+
+    Attributes:
+        what: shown in the table.
+        key: of the results.
+        contest: which contests, by how their names begin.
+        entry: which entries, by how their names begin.
+        bounds: on each device.
+    """
+
+    what: str
+    key: str
+    contest: str
+    entry: str
+    bounds: dict[str, float]
+
+
+_SMALL = "step of ViT-S/16, 224 px"
+TARGETS = [
+    Target("training step, EWA, 4 experts", "steps {dtype} neutral", _SMALL, "EWA, 4", {"cpu": 1.01, "cuda": 1.03}),
+    Target("training step, EWA, 8 experts", "steps {dtype} neutral", _SMALL, "EWA, 8", {"cpu": 1.03, "cuda": 1.05}),
+    Target("training step, top-1 of 8", "steps {dtype} neutral", _SMALL, "naive", {"cpu": 1.06, "cuda": 1.08}),
+    *(
+        Target(what, f"layers {dtype} eager neutral", f"layer, {rows} a row", entry, {"cpu": cpu, "cuda": cuda})
+        for what, dtype, rows, entry, cpu, cuda in (
+            ("random partition, 4 experts", "{dtype}", "one expert", "random partition, 4", 1.03, 1.05),
+            ("random partition, 8 experts", "{dtype}", "one expert", "random partition, 8", 1.03, 1.05),
+            ("routed layer, top-1", "float32", "one expert", "top-1 of 8", 1.03, 1.10),
+            ("routed layer, top-2", "float32", "two experts", "top-2 of 8", 1.10, 1.10),
+            ("routed layer, top-1, bfloat16", "bfloat16", "one expert", "top-1 of 8", 1.10, 1.10),
+        )
+    ),
+    *(
+        Target(
+            f"{what}, batch {batch}",
+            "evaluation {dtype} eager neutral",
+            f"{contest} in eval mode, batch {batch}",
+            entry,
+            {"cpu": 1.05, "cuda": 1.05},
+        )
+        for batch in (1, 32)
+        for what, contest, entry in (
+            ("image-level top-1, evaluation, layer", "layer", "image-level"),
+            ("image-level top-1, evaluation, ViMoE-S/14", "ViT-S/14", "ViMoE"),
+        )
+    ),
+    Target("averaging 4 experts / memcpy", "averaging neutral", "averaging, 4", "average", {"cpu": 1.6, "cuda": 1.6}),
+    Target("averaging 8 experts / memcpy", "averaging neutral", "averaging, 8", "average", {"cpu": 1.6, "cuda": 1.6}),
+    Target(
+        "saved bytes, random partition", "layers {dtype} eager neutral", "saved", "random", {"cpu": 1.01, "cuda": 1.01}
+    ),
+    Target("export, ViT-L: average and write", "exporting", "time", "average and", {"cpu": 1.5}),
+    Target("export, ViT-L: all of it", "exporting", "time", "export_dense", {"cpu": 1.5}),
+    Target("export, ViT-L: peak memory, converting", "exporting", "peak", "average and", {"cpu": 1.0}),
+    Target("export, ViT-L: peak memory, all of it", "exporting", "peak", "export_dense", {"cpu": 1.0}),
+]
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def write(folder: Path) -> None:
+    """Write the report of all results in the folder."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    parts = [TEXT.read_text().rstrip()]
+    for device, found in results.items():
+        parts += ["", f"## On a {'CPU' if device == 'cpu' else 'GPU'}", *_device(device, found)]
+        _chart_layers(device, found)
+        _chart_scaling(device, found)
+    (DOCS / "benchmarks.md").write_text("\n".join(parts) + "\n")
+
+
+def _device(device: str, results: Results) -> Iterator[str]:
+    yield from ("", "### Held to", "", "| what | reached | bound | |", "|---|---|---|---|")
+    for target in TARGETS:
+        if device in target.bounds:
+            yield _target_line(target, device, results)
+    if "layers float32 eager neutral" in results:
+        yield from ("", f"![layers](images/benchmarks-layers-{device}.png)")
+    for key, result in results.items():
+        yield from ("", f"### {key[0].upper()}{key[1:]}", "", _origin(result))
+        if result["suite"] == "scaling":
+            yield from ("", f"![scaling](images/benchmarks-scaling-{device}.png)")
+        yield from _tables([Row(**row) for row in result["rows"]])
+
+
+def _target_line(target: Target, device: str, results: Results) -> str:
+    key, bound = target.key.format(dtype=_DTYPES[device]), target.bounds[device]
+    rows = [
+        row
+        for row in (Row(**row) for row in results.get(key, {"rows": []})["rows"])
+        if row.contest.startswith(target.contest) and row.entry.startswith(target.entry)
+    ]
+    if not rows:
+        return f"| {target.what} | not measured | {bound:g} | |"
+    row = rows[0]
+    verdict = "noise" if not row.counts else "yes" if round(row.ratio, 3) <= bound else "**no**"
+    return f"| {target.what} | {row.ratio:.3f} | {bound:g} | {verdict} |"
+
+
+def _origin(result: dict[str, Any]) -> str:
+    place, setting = result["environment"], result["setting"]
+    return (
+        f"{place['device']}; Python {place['python']}, torch {place['torch']}, timm {place['timm']}, "
+        f"timm_moe {place['timm_moe']}; {place['date']}; {setting['rounds']} rounds."
+    )
+
+
+def _tables(rows: list[Row]) -> Iterator[str]:
+    for contest in dict.fromkeys(row.contest for row in rows):
+        members = [row for row in rows if row.contest == contest]
+        gauge = members[0].gauge
+        noise = "" if gauge is None else f" (gauge {gauge:.3f}{'' if members[0].counts else ': discard'})"
+        yield from ("", f"| {contest}{noise} | ratio | quartiles | {members[0].unit} | |", "|---|---|---|---|---|")
+        for row in members:
+            quartiles = "" if row.low == row.high else f"{row.low:.3f}-{row.high:.3f}"
+            yield f"| {row.entry} | {row.ratio:.3f} | {quartiles} | {row.value:.4g} | {row.note} |"
+
+
+def _chart_layers(device: str, results: Results) -> None:
+    from matplotlib.figure import Figure
+
+    keys = [key for dtype in ("float32", "bfloat16") if (key := f"layers {dtype} eager neutral") in results]
+    if not keys:
+        return
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, key in enumerate(keys):
+        rows = [Row(**row) for row in results[key]["rows"] if row["unit"] == "ms" and row["entry"] != "dense"]
+        places = [place + 0.38 * number for place in range(len(rows))]
+        errors = [[row.ratio - row.low for row in rows], [row.high - row.ratio for row in rows]]
+        axes.barh(places, [row.ratio for row in rows], 0.36, xerr=errors, label=key.split()[1])
+        axes.set_yticks([place + 0.19 for place in range(len(rows))], [row.entry for row in rows])
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.axvspan(*GAUGE, color="grey", alpha=0.2, label="allowed noise")
+    axes.set_xlim(0.9)
+    axes.invert_yaxis()
+    axes.set_xlabel("forward and backward, ratio to the dense layer of equal active FLOPs")
+    axes.legend()
+    figure.savefig(DOCS / "images" / f"benchmarks-layers-{device}.png", dpi=120)
+
+
+def _chart_scaling(device: str, results: Results) -> None:
+    from matplotlib.figure import Figure
+
+    if "scaling neutral" not in results:
+        return
+    rows = [Row(**row) for row in results["scaling neutral"]["rows"]]
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    for axes, axis in zip(figure.subplots(1, 3, sharey=True), ("experts", "rows", "width"), strict=True):
+        for entry in ("random partition", "top-1"):
+            points = [
+                (int("".join(filter(str.isdigit, row.contest))), row)
+                for row in rows
+                if axis in row.contest and row.entry == entry
+            ]
+            middle = [row.ratio for _, row in points]
+            errors = [[row.ratio - row.low for _, row in points], [row.high - row.ratio for _, row in points]]
+            axes.errorbar([number for number, _ in points], middle, errors, marker="o", label=entry)
+        axes.set_xscale("log", base=2)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xlabel(axis)
+        axes.legend()
+    figure.axes[0].set_ylabel("ratio to dense")
+    figure.savefig(DOCS / "images" / f"benchmarks-scaling-{device}.png", dpi=120)

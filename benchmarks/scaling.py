@@ -1,0 +1,37 @@
+"""What a layer costs as the number of experts, of rows and the width grow: ratios to the dense layer of equal FLOPs."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from timm_moe.layers import EwaMlp, MoeMlp
+
+from .layers import WIDTH, mlp, router, train_layer
+from .protocol import Contest, Row, Setting, run
+
+EXPERTS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (64, 256, 1024, 4096, 16384, 50176)
+WIDTHS = (96, 192, 384, 768, 1024)
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Vary one of 8 experts, 6272 rows and a width of 384 at a time."""
+    rows = 6272
+    for number in EXPERTS:
+        yield from run(_contest(f"{number} experts", number, rows, WIDTH, setting), setting)
+    for number in ROWS:
+        yield from run(_contest(f"{number} rows", 8, number, WIDTH, setting), setting)
+    for width in WIDTHS:
+        yield from run(_contest(f"width {width}", 8, rows, width, setting), setting)
+
+
+def _contest(name: str, num_experts: int, rows: int, width: int, setting: Setting) -> Contest:
+    x = torch.randn(1, rows, width, device=setting.device)
+    dense = partial(mlp, 4 * width, width)
+    entries = {
+        "dense": lambda: train_layer(dense(), x, setting),
+        "random partition": lambda: train_layer(EwaMlp(dense(), num_experts), x, setting),
+        "top-1": lambda: train_layer(MoeMlp(dense(), router(num_experts, width=width), num_experts), x, setting),
+    }
+    return Contest(name, entries)

@@ -1,0 +1,67 @@
+"""Whole training steps: forward, backward, AdamW, averaging of the experts."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import timm
+import torch
+from torch import nn
+
+import timm_moe
+
+from .protocol import Contest, Row, Setting, Work, run
+
+CLASSES = 100
+Make = Callable[[], nn.Module]
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Time steps of ViT-S/16 at 224 px and of the EWA paper's ViT-XT/4 at 32 px."""
+    for name, models, batch in (
+        ("ViT-S/16, 224 px", vit_small(), setting.pick(32, 128)),
+        ("ViT-XT/4, 32 px", vit_xtiny(), setting.pick(128, 128)),
+    ):
+        for fused in (True, False):
+            optimizer = "fused AdamW" if fused else "AdamW"
+            entries = {entry: partial(step, make, batch, fused, setting) for entry, make in models.items()}
+            yield from run(Contest(f"step of {name}, batch {batch}, {optimizer}", entries), setting)
+
+
+def vit_small() -> dict[str, Make]:
+    create = partial(timm.create_model, num_classes=CLASSES)
+    return {
+        "dense": partial(create, "vit_small_patch16_224"),
+        "EWA, 4 experts every-2": partial(create, "vit_small_ewa_moe", num_experts=4),
+        "EWA, 8 experts every-2": partial(create, "vit_small_ewa_moe", num_experts=8),
+        "naive MoE, top-1 of 8 every-2": partial(create, "vit_small_moe", num_experts=8),
+    }
+
+
+def vit_xtiny() -> dict[str, Make]:
+    create = partial(timm.create_model, num_classes=CLASSES)
+    return {
+        "dense": lambda: timm_moe.to_dense(create("vit_xtiny_ewa_moe")),
+        "EWA, 4 experts every-2": partial(create, "vit_xtiny_ewa_moe", num_experts=4),
+        "EWA, 8 experts every-2": partial(create, "vit_xtiny_ewa_moe", num_experts=8),
+        "naive MoE, top-1 of 8 every-2": partial(create, "vit_xtiny_moe", num_experts=8),
+    }
+
+
+def step(make: Make, batch: int, fused: bool, setting: Setting) -> Work:
+    model = make().to(setting.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=fused)
+    if any(layer.share_rate for layer in timm_moe.moe_layers(model).values()):
+        timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=10_000)
+    images = torch.randn(batch, *model.pretrained_cfg["input_size"], device=setting.device)
+    targets = torch.randint(CLASSES, (batch,), device=setting.device)
+    criterion = nn.CrossEntropyLoss()
+    forward = setting.prepare(model)
+
+    def work() -> None:
+        with setting.autocast():
+            loss = criterion(forward(images), targets) + timm_moe.auxiliary_loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return work
