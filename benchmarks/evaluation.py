@@ -32,7 +32,7 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
     models = {
         "dense": partial(timm.create_model, "vit_small_patch14_dinov2", img_size=224),
         "ViMoE: image-level top-1 of 8 in the last two blocks": vimoe,
-        "ViMoE: the same in all blocks": partial(vimoe, moe_layers="last-12"),
+        "ViMoE: the same in all blocks": partial(vimoe, moe_layers="tail-12"),
     }
     yield Contest(f"ViT-S/14 in eval mode, batch {batch}", _works(models, images, setting))
     models = {

@@ -1,0 +1,116 @@
+"""The benchmarks' protocol, every contest once on little data, and the report."""
+
+import dataclasses
+import json
+
+import pytest
+
+import benchmarks.layers
+import benchmarks.peers
+from benchmarks import averaging, evaluation, protocol, report, scaling, steps
+from benchmarks.__main__ import FOLDER
+from benchmarks.protocol import Contest, Row, Setting, run
+
+SHORT = Setting(rounds=2)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only works move on, and no waiting for samples that are long enough."""
+    now = [0.0]
+    monkeypatch.setattr(protocol.time, "process_time", lambda: now[0])
+    monkeypatch.setattr(protocol, "SHORTEST_SAMPLE", 0)
+    return now
+
+
+def _taking(seconds, clock):
+    def work():
+        clock[0] += seconds() if callable(seconds) else seconds
+
+    return lambda: work
+
+
+def test_ratios_are_to_the_baseline_of_the_round(clock):
+    contest = Contest("c", {"dense": _taking(2.0, clock), "moe": _taking(3.0, clock)}, {"moe": "a note"})
+    dense, moe = run(contest, SHORT)
+    assert (dense.ratio, moe.ratio, moe.low, moe.high, moe.value) == (1, 1.5, 1.5, 1.5, 3000)
+    assert dense.gauge == moe.gauge == 1
+    assert moe.counts
+    assert moe.note == "a note"
+
+
+def test_a_noisy_contest_is_repeated_and_marked(clock, monkeypatch):
+    made, attempts = [], []
+    rounds = protocol._rounds
+    monkeypatch.setattr(protocol, "_rounds", lambda *args: attempts.append(None) or rounds(*args))
+
+    def make():
+        made.append(None)
+        seconds = 1.0 if len(made) == 1 else 1.1  # the second copy is the gauge
+        return _taking(seconds, clock)()
+
+    (row,) = run(Contest("c", {"dense": make}), SHORT)
+    assert row.gauge == pytest.approx(1.1)
+    assert not row.counts
+    assert len(attempts) == protocol.ATTEMPTS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layer_and_peer_runs(monkeypatch, dtype):
+    for module in (benchmarks.layers, benchmarks.peers):
+        monkeypatch.setattr(module, "TOKENS", 16)
+    setting = Setting(dtype=dtype)
+    monkeypatch.setattr(Setting, "pick", lambda self, cpu, cuda: 2)
+    for contest in [*benchmarks.layers.contests(setting), *benchmarks.peers.contests(setting)]:
+        for make in contest.entries.values():
+            make()()
+    for row in benchmarks.layers.saved_bytes(setting):
+        assert row.ratio >= 1
+
+
+def test_every_step_evaluation_and_averaging_runs(monkeypatch):
+    for make in steps.vit_xtiny().values():
+        steps.step(make, 2, True, SHORT)()
+    assert [name for name in steps.vit_small()] == [name for name in steps.vit_xtiny()]
+    for contest in evaluation.contests(1, SHORT):
+        for make in contest.entries.values():
+            make()()
+    averaging.average(4, SHORT)()
+    averaging.copy(4, SHORT)()
+    for make in scaling._contest("8 experts", 8, 16, 32, SHORT).entries.values():
+        make()()
+
+
+def test_the_report_tells_what_was_reached(monkeypatch, tmp_path):
+    docs = tmp_path / "docs"
+    (docs / "images").mkdir(parents=True)
+    monkeypatch.setattr(report, "DOCS", docs)
+    rows = [
+        Row("averaging, 4 experts", "memcpy", 1, 1, 1, 5, "ms", 1.0),
+        Row("averaging, 4 experts", "average_experts_", 1.7, 1.6, 1.8, 8.5, "ms", 1.0),
+        Row("averaging, 8 experts", "average_experts_", 1.5, 1.4, 1.6, 8.5, "ms", 1.2),
+    ]
+    result = {
+        "suite": "averaging",
+        "setting": dataclasses.asdict(SHORT),
+        "environment": dict(device="d", python="3", torch="2", timm="1", timm_moe="0", date="today"),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "cpu.json").write_text(json.dumps({"averaging neutral": result}))
+    report.write(results)
+    text = (docs / "benchmarks.md").read_text()
+    assert "| averaging 4 experts / memcpy | 1.700 | 1.6 | **no** |" in text
+    assert "| averaging 8 experts / memcpy | 1.500 | 1.6 | noise |" in text
+    assert "| training step, EWA, 4 experts | not measured | 1.01 | |" in text
+    assert "| average_experts_ | 1.700 | 1.600-1.800 | 8.5 |  |" in text
+
+
+def test_the_report_in_the_repository_is_that_of_its_results(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    committed = (report.DOCS / "benchmarks.md").read_text()
+    (tmp_path / "images").mkdir()
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    report.write(FOLDER / "results")
+    assert (tmp_path / "benchmarks.md").read_text() == committed
