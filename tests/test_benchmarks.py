@@ -71,7 +71,7 @@ def test_every_layer_and_peer_runs(monkeypatch, dtype):
 def test_every_step_evaluation_and_averaging_runs(monkeypatch):
     for make in steps.vit_xtiny().values():
         steps.step(make, 2, True, SHORT)()
-    assert [name for name in steps.vit_small()] == [name for name in steps.vit_xtiny()]
+    assert list(steps.vit_small()) == list(steps.vit_xtiny())
     for contest in evaluation.contests(1, SHORT):
         for make in contest.entries.values():
             make()()
