@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import timm_moe
+from timm_moe.callbacks.source import ModelSpec
 from timm_moe.convert import to_dense_
 
 from .protocol import Row, Setting
@@ -71,7 +72,7 @@ def convert(checkpoint: Path, folder: str) -> dict[str, float]:
 
 def export(checkpoint: Path, folder: str) -> dict[str, float]:
     start = time.process_time()
-    spec = timm_moe.callbacks.source.ModelSpec(name=MODEL)
+    spec = ModelSpec(name=MODEL)
     timm_moe.export_dense(checkpoint, Path(folder, "exported"), spec=spec, overwrite=True)
     return {"seconds": time.process_time() - start}
 

@@ -1,14 +1,20 @@
 """Vision mixture-of-experts for timm: importing this package registers its models and training hooks."""
 
-from . import checkpoints, models
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import models
 from .callbacks import timm_hooks
 from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
-from .callbacks.export import export_dense
-from .callbacks.hub import push_dense, push_moe
 from .convert import convert_to_moe, moe_layers, to_dense
 from .layers import MemberLoss
 from .version import __version__
+
+if TYPE_CHECKING:
+    from . import checkpoints
+    from .callbacks.export import export_dense
+    from .callbacks.hub import push_dense, push_moe
 
 __all__ = [
     "ExpertWeightAveraging",
@@ -27,5 +33,17 @@ __all__ = [
     "routing_summary",
     "to_dense",
 ]
+
+#: What a training run does not need is imported at first use: every process that imports timm imports this package.
+_AT_FIRST_USE = {"export_dense": ".callbacks.export", "push_dense": ".callbacks.hub", "push_moe": ".callbacks.hub"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoints":
+        return import_module(".checkpoints", __name__)
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_AT_FIRST_USE[name], __name__), name)
+
 
 timm_hooks.install()
