@@ -298,6 +298,15 @@ def test_exports_with_a_dynamic_batch(name, options, images):
         torch.testing.assert_close(exported(batch), model(batch))
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vmoe_b16", "vimoe_s14_shared", "vmoe_pbe_b16", "widenet_b"])
+def test_device_and_dtype_are_those_asked_for(name, images):
+    options = {**SMALL_VIT, "num_experts": 4}
+    model = timm.create_model(name, **options, pre_logits=True, device="meta", dtype=torch.bfloat16)
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
+    model = timm.create_model(name, **options, dtype=torch.bfloat16).eval()
+    assert model(images.bfloat16()).dtype == torch.bfloat16
+
+
 def test_pre_logits():
     model = timm.create_model("vit_tiny_moe", pre_logits=True, **SMALL_VIT).eval()
     x = torch.randn(2, 3, 32, 32)

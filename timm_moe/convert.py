@@ -277,18 +277,28 @@ def _make_router(
     names = aux_loss.split("+") if isinstance(aux_loss, str) else []
     if not names or len(set(names)) < len(names):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
-    width = next(module.in_features for module in ffn.modules() if isinstance(module, nn.Linear))
+    first = next(module for module in ffn.modules() if isinstance(module, nn.Linear))
     options["loss_weights"] = dict.fromkeys(names, aux_loss_weight / len(names))
+    options |= dict(device=first.weight.device, dtype=first.weight.dtype)
     if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
-        return ROUTING_UNITS[routing_unit](width, num_experts, **options)
+        return ROUTING_UNITS[routing_unit](first.in_features, num_experts, **options)
     if ensemble != "multi_head":
         options["ensemble_size"] = ensemble_size
-    return ENSEMBLES[ensemble](width, num_experts, **options)
+    return ENSEMBLES[ensemble](first.in_features, num_experts, **options)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
     """The expert layers of a model by name, in order: ``{"blocks.1.mlp": MoeMlp, ...}``."""
     return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, MoeMlp)}
+
+
+def without_announcements(model: ModelT) -> ModelT:
+    """The same model, which no longer announces its forwards to routers."""
+    for module in model.modules():
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if hook is begin_forward:
+                del module._forward_pre_hooks[handle]
+    return model
 
 
 def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
@@ -328,10 +338,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
             _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, number)
         layer = layers.pop(path)
         _replace(model, layer, layer.to_ffn(gather(layer.networks())))
-    for module in model.modules():
-        for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is begin_forward:
-                del module._forward_pre_hooks[handle]
+    for module in without_announcements(model).modules():
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:
             restore()

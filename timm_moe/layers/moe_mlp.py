@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
-from .experts import Experts
-from .routing import RandomPartition
+from .experts import Experts, mean_over_experts
+from .routing import ImageRouter, RandomPartition, TopKRouter
+from .scripting import ScriptableMoeMlp
 
 
 class MoeMlp(Experts):
@@ -82,6 +83,36 @@ class MoeMlp(Experts):
             routing = self.router(x)
         x_ND = dispatch(x.reshape(-1, x.shape[-1]), routing)
         return combine(self.run(x_ND, routing.sizes), routing).reshape(x.shape)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script compiles in the place of this layer; it shares the weights.
+
+        Raises:
+            RuntimeError: in training mode, and if the router is neither a :class:`TopKRouter` nor an
+                :class:`ImageRouter`, or has capacities in eval mode.
+        """
+        if self.training:
+            raise RuntimeError("TorchScript has no experts in training: script the model in eval mode.")
+        router = self.router
+        if type(router) not in (TopKRouter, ImageRouter):
+            raise RuntimeError(f"TorchScript has no {type(router).__name__}: trace the model in eval mode instead.")
+        if router.eval_capacity_factor is not None:
+            raise RuntimeError(
+                f"TorchScript has no capacities, here eval_capacity_factor={router.eval_capacity_factor}: trace the "
+                "model in eval mode instead."
+            )
+        weights = dict(self.named_expert_parameters())
+        return ScriptableMoeMlp(
+            [
+                self.to_ffn({name: stacked[expert] for name, stacked in weights.items()})
+                for expert in range(self.num_experts)
+            ],
+            router.weight,
+            router.top_k,
+            router.gate_mode,
+            isinstance(router, ImageRouter),
+            getattr(self, "shared", None),
+        ).eval()
 
 
 class SharedExpertMlp(MoeMlp):
@@ -178,3 +209,9 @@ class EwaMlp(MoeMlp):
         if not self.training and self.eval_mode == "average":
             return self.run_mean(x)
         return super().forward(x, routing)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """As :class:`MoeMlp`; of experts that are averaged, the mean."""
+        if self.training or self.eval_mode != "average":
+            return super().__prepare_scriptable__()
+        return self.to_ffn({name: mean_over_experts(stacked) for name, stacked in self.networks().items()}).eval()

@@ -70,6 +70,8 @@ class TopKRouter(RecordingRouter):
             ``"balance_top_k"`` (of all choices), 0 if not given.
         gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
             its losses alone; ``"renorm"``, its gate divided by the sum of the chosen ones'.
+        device: of the weight.
+        dtype: of the weight.
 
     Subclasses change among which experts a row chooses (``_logits``, ``_experts``), what is a group (``_groups``,
     ``_loss_groups``, ``_capacity``) and when there is noise (``_is_noisy``).
@@ -95,6 +97,8 @@ class TopKRouter(RecordingRouter):
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
         gate_mode: str = "prob",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ):
         loss_weights = dict(loss_weights or {})
         check_integer("top_k", top_k, 1, num_experts)
@@ -127,7 +131,7 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
-        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

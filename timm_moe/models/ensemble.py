@@ -57,7 +57,7 @@ class EnsembleVisionTransformer(MoeVisionTransformer):
         if pre_logits or isinstance(self.head, nn.Identity):
             return members.mean(1)
         precise = members.to(torch.promote_types(members.dtype, torch.float32))
-        return ensemble_log_probabilities(precise.log_softmax(-1))
+        return ensemble_log_probabilities(precise.log_softmax(-1)).to(members.dtype)
 
     def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
         self,

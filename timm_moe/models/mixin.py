@@ -1,11 +1,12 @@
 """What a model class with expert layers adds to the stock timm class that it extends."""
 
+import copy
 import inspect
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe, moe_layers
+from ..convert import convert_to_moe, moe_layers, without_announcements
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
@@ -51,6 +52,15 @@ class MoeMixin:
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
         begin_forward(self)  # under features_only=True this is what is called, and not the model, whose hook does it
         return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
+
+    def __prepare_scriptable__(self: Any) -> nn.Module:
+        """What torch.jit.script compiles: a copy with the same weights, since torch changes what it is given.
+
+        It does not announce its forwards to routers, which only training needs.
+        """
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        memo |= {id(layer): layer.__prepare_scriptable__() for layer in moe_layers(self).values()}
+        return without_announcements(copy.deepcopy(self, memo))
 
     def no_weight_decay(self: Any) -> set[str]:
         """Parameters that timm's optimizers do not decay: those of the stock model, and the experts' biases.

@@ -29,7 +29,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
         self.representation: nn.Module = nn.Identity()  # timm drops keys with pre_logits from checkpoints
         self.head = head
         if pre_logits:
-            linear = nn.Linear(self.embed_dim, self.embed_dim)
+            like = self.patch_embed.proj.weight
+            linear = nn.Linear(self.embed_dim, self.embed_dim, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
             self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
@@ -45,7 +46,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        x = self.representation(super().forward_head(x, pre_logits=True))
+        x = self.head_drop(self.fc_norm(self.pool(x)))  # as timm's; TorchScript knows no super()
+        x = self.representation(x)
         return x if pre_logits else self.head(x)
 
 

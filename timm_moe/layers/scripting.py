@@ -1,0 +1,65 @@
+"""Expert layers in the part of Python that TorchScript understands, for evaluation.
+
+Shape suffixes: T rows, D width, E experts, K choices of a row, B images, N rows of an image.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class ScriptableMoeMlp(nn.Module):
+    """A routed expert layer in eval mode, with one module for each expert; where nothing is dropped, nobody queues.
+
+    Args:
+        experts: E feed-forward networks.
+        weight_ED: that of the router.
+        top_k: K.
+        gate_mode: see :class:`TopKRouter`.
+        by_image: the first row of an image decides for all of them.
+        shared: a network that every row passes through besides.
+    """
+
+    def __init__(
+        self,
+        experts: Iterable[nn.Module],
+        weight_ED: Tensor,
+        top_k: int,
+        gate_mode: str,
+        by_image: bool,
+        shared: nn.Module | None,
+    ):
+        super().__init__()
+        self.experts = nn.ModuleList(experts)
+        self.weight_ED = weight_ED
+        self.top_k = top_k
+        self.gate_mode = gate_mode
+        self.by_image = by_image
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x of shape (B, N, D) to the same shape."""
+        weight_TK, expert_TK = self.choose(x)
+        x_TD = x.flatten(0, 1)
+        y_TD = torch.zeros_like(x_TD)
+        for index, expert in enumerate(self.experts):
+            row, choice = torch.where(expert_TK == index)
+            output = weight_TK[row, choice].unsqueeze(1).to(x.dtype) * expert(x_TD[row])
+            y_TD = y_TD.index_add(0, row, output.to(x.dtype))
+        y = y_TD.view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors and the indices of each row's experts, (T, K) both."""
+        deciding = x[:, :1] if self.by_image else x
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        gate_BNE = nn.functional.linear(deciding.to(dtype), self.weight_ED.to(dtype)).softmax(2)
+        sorted_BNE, order_BNE = gate_BNE.sort(dim=2, descending=True, stable=True)  # of equal ones the first
+        weight_BNK = sorted_BNE[:, :, : self.top_k]
+        if self.gate_mode == "one":
+            weight_BNK = torch.ones_like(weight_BNK)
+        elif self.gate_mode == "renorm":
+            weight_BNK = weight_BNK / weight_BNK.sum(2, keepdim=True)
+        shape = [x.shape[0], x.shape[1], self.top_k]
+        return weight_BNK.expand(shape).flatten(0, 1), order_BNE[:, :, : self.top_k].expand(shape).flatten(0, 1)
