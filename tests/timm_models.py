@@ -1,0 +1,117 @@
+"""Runs the tests that timm has for its models on this package's models.
+
+    python tests/timm_models.py [--models PATTERN ...] [pytest's options]
+
+The tests are those of the installed timm's version. They are in its source distribution, which pip fetches once into
+``.timm-tests``; the environment variable TIMM_TESTS may name an unpacked one instead. See docs/timm-tests.md.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import timm
+
+from timm_moe.info import is_registered_here
+
+CACHE = Path(__file__).parents[1] / ".timm-tests"
+#: Vision transformers without the prefix vit_, by which timm's lists know theirs.
+VITS = ("vmoe_", "vimoe_", "widenet_", "ones_")
+#: What is skipped: test, models, reason.
+EXCLUDED = (
+    ("test_model_*_pretrained", "*", "needs the weights of every tag from the Hub"),
+    ("test_model_forward*_torchscript", "vmoe_pbe_*", "the members' router has no TorchScript form"),
+)
+
+
+def sources() -> Path:
+    """The folder of timm's source distribution."""
+    if "TIMM_TESTS" in os.environ:
+        return Path(os.environ["TIMM_TESTS"])
+    folder = CACHE / f"timm-{timm.__version__}"
+    if not folder.is_dir():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as download:
+            print(f"Fetching the source distribution of timm {timm.__version__} ...", flush=True)
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+            subprocess.run([*pip, "--dest", download, f"timm=={timm.__version__}"], check=True)
+            with tarfile.open(next(Path(download).glob("*.tar.gz"))) as archive:
+                archive.extractall(download, filter="data")
+            (Path(download) / folder.name).rename(folder)
+    return folder
+
+
+class TheseModels:
+    """pytest plugin under which timm's test files find this package's models in ``timm.list_models``."""
+
+    def __init__(self, patterns: Iterable[str]):
+        self.patterns = list(patterns)
+        self.listed: set[str] = set()
+        self.all_models = timm.list_models
+
+    def list_models(self, filter="", module="", pretrained=False, exclude_filters="", **options) -> list[str]:
+        """As timm's, of any module: all of ours have what timm's files select modules for."""
+        names = [
+            name
+            for name in self.all_models(pretrained=pretrained, **options)
+            if is_registered_here(name)
+            and _matches(name, self.patterns)
+            and (not filter or _matches(name, filter))
+            and not _matches(name, exclude_filters)
+        ]
+        self.listed.update(names)
+        return names
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self):
+        list_pretrained = mock.patch(
+            "timm.list_pretrained", lambda filter="": self.list_models(filter, pretrained=True)
+        )
+        with mock.patch("timm.list_models", self.list_models), list_pretrained:
+            return (yield)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests of single stock models, skip the excluded."""
+        of_these = [item for item in items if _model_name(item) in self.listed]
+        config.hook.pytest_deselected(items=[item for item in items if item not in of_these])
+        items[:] = of_these
+        for item in items:
+            for test, models, reason in EXCLUDED:
+                if fnmatch(item.originalname, test) and fnmatch(_model_name(item), models):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _model_name(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("model_name") if hasattr(item, "callspec") else None
+
+
+def _matches(name: str, patterns: str | Iterable[str]) -> bool:
+    """Whether a name, or what timm would call such a model, matches one of the patterns."""
+    architecture = name.partition(".")[0]
+    stock = f"vit_{architecture}" if architecture.startswith(VITS) else architecture.removesuffix("_ewa_moe")
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatch(name, pattern) for pattern in patterns for name in (architecture, stock))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", nargs="+", default=["*"], metavar="PATTERN", help="names, with wildcards")
+    options, pytest_options = parser.parse_known_args()
+    folder = sources()
+    print(f"timm {timm.__version__}, tests of {folder}")
+    files = ["-c", str(folder / "pyproject.toml"), str(folder / "tests" / "test_models.py")]
+    return pytest.main([*files, "--import-mode=importlib", *pytest_options], [TheseModels(options.models)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
