@@ -54,13 +54,19 @@ def test_the_script_has_the_weights_of_the_model(images):
 
 
 def test_what_cannot_be_scripted_is_named():
-    with pytest.raises(RuntimeError, match="script the model in eval mode"):
-        torch.jit.script(small_model("vit_tiny_moe").train())
-    with pytest.raises(RuntimeError, match="script the model in eval mode"):
-        torch.jit.script(small_model("vit_tiny_ewa_moe").train())
     with pytest.raises(RuntimeError, match="eval_capacity_factor"):
         torch.jit.script(small_model("vit_tiny_moe", eval_capacity_factor=1.0))
     with pytest.raises(RuntimeError, match="EnsembleRouter"):
         torch.jit.script(small_model("vmoe_pbe_b16", num_experts=4))
     with pytest.raises(RuntimeError, match="RandomPartition"):
         torch.jit.script(small_model("vit_tiny_ewa_moe", eval_mode="partition"))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
+def test_a_script_is_for_evaluation_though_made_in_training_mode_as_by_validate_py(name, images):
+    model = small_model(name)
+    scripted = torch.jit.script(model.train())
+    with pytest.raises(torch.jit.Error, match=r"no experts in training: call eval\(\) first"):
+        scripted(images)
+    with torch.no_grad():
+        torch.testing.assert_close(scripted.eval()(images), model.eval()(images))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, mean_over_experts
 from .routing import ImageRouter, RandomPartition, TopKRouter
-from .scripting import ScriptableMoeMlp
+from .scripting import ScriptableMlp, ScriptableMoeMlp
 
 
 class MoeMlp(Experts):
@@ -85,14 +85,12 @@ class MoeMlp(Experts):
         return combine(self.run(x_ND, routing.sizes), routing).reshape(x.shape)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script compiles in the place of this layer; it shares the weights.
+        """What torch.jit.script compiles in the place of this layer, for eval mode only; it shares the weights.
 
         Raises:
-            RuntimeError: in training mode, and if the router is neither a :class:`TopKRouter` nor an
-                :class:`ImageRouter`, or has capacities in eval mode.
+            RuntimeError: if the router is neither a :class:`TopKRouter` nor an :class:`ImageRouter`, or has capacities
+                in eval mode.
         """
-        if self.training:
-            raise RuntimeError("TorchScript has no experts in training: script the model in eval mode.")
         router = self.router
         if type(router) not in (TopKRouter, ImageRouter):
             raise RuntimeError(f"TorchScript has no {type(router).__name__}: trace the model in eval mode instead.")
@@ -112,7 +110,7 @@ class MoeMlp(Experts):
             router.gate_mode,
             isinstance(router, ImageRouter),
             getattr(self, "shared", None),
-        ).eval()
+        ).train(self.training)
 
 
 class SharedExpertMlp(MoeMlp):
@@ -211,7 +209,8 @@ class EwaMlp(MoeMlp):
         return super().forward(x, routing)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """As :class:`MoeMlp`; of experts that are averaged, the mean."""
-        if self.training or self.eval_mode != "average":
+        """As :class:`MoeMlp`; the mean of the experts, where it is evaluated, has weights of its own."""
+        if self.eval_mode != "average":
             return super().__prepare_scriptable__()
-        return self.to_ffn({name: mean_over_experts(stacked) for name, stacked in self.networks().items()}).eval()
+        mean = {name: mean_over_experts(stacked) for name, stacked in self.networks().items()}
+        return ScriptableMlp(self.to_ffn(mean)).train(self.training)

@@ -9,6 +9,24 @@ import torch
 from torch import Tensor, nn
 
 
+class ScriptableMlp(nn.Module):
+    """The mean of experts in eval mode.
+
+    Args:
+        ffn: the feed-forward network of the mean weights.
+    """
+
+    def __init__(self, ffn: nn.Module):
+        super().__init__()
+        self.ffn = ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x of shape (B, N, D) to the same shape."""
+        if self.training:
+            raise RuntimeError("TorchScript has no experts in training: call eval() first.")
+        return self.ffn(x)
+
+
 class ScriptableMoeMlp(nn.Module):
     """A routed expert layer in eval mode, with one module for each expert; where nothing is dropped, nobody queues.
 
@@ -40,6 +58,8 @@ class ScriptableMoeMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x of shape (B, N, D) to the same shape."""
+        if self.training:
+            raise RuntimeError("TorchScript has no experts in training: call eval() first.")
         weight_TK, expert_TK = self.choose(x)
         x_TD = x.flatten(0, 1)
         y_TD = torch.zeros_like(x_TD)
