@@ -2,6 +2,8 @@
 
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
 It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
+``create_optimizer_v2`` tells biases and matrices by their number of dimensions, of which stacked ones have one more: it
+is told what they are. Its
 ``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in it, and compares each
 member of an ensemble with the targets.
 """
@@ -11,9 +13,12 @@ import inspect
 import logging
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import timm.task
+from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask, TrainingTask
@@ -27,7 +32,8 @@ from . import aux_loss
 from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
-_signature = inspect.signature(create_scheduler_v2)
+_scheduler_signature = inspect.signature(create_scheduler_v2)
+_optimizer_signature = inspect.signature(create_optimizer_v2)
 
 #: timm's tasks with a teacher; older versions have fewer.
 _DISTILLATION_TASKS: list[Any] = [
@@ -40,10 +46,51 @@ _attached: "weakref.WeakKeyDictionary[ExpertWeightAveraging, int]" = weakref.Wea
 _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
+@functools.wraps(create_optimizer_v2)
+def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
+    call = _optimizer_signature.bind(*args, **kwargs)
+    model = call.arguments["model_or_params"]
+    stacked = _stacked_parameters(model) if isinstance(model, nn.Module) else {}
+    if not stacked:
+        return create_optimizer_v2(*args, **kwargs)
+    if "muon" in call.arguments.get("opt", "").lower():
+        # It would orthogonalise the biases of all experts as one matrix, and small weights of all experts as another.
+        call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
+        if is_primary():
+            _logger.info("Muon leaves the experts to its fallback, AdamW, since their matrices are stacked.")
+    with _undecayed(model, {name for name, parameter in stacked.items() if parameter.ndim == 2}):
+        return create_optimizer_v2(*call.args, **call.kwargs)
+
+
+def _stacked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The experts' parameters, (E, ...), by the names that the model, however wrapped, has for them."""
+    experts = {
+        id(stacked)
+        for layer in model.modules()
+        if isinstance(layer, MoeMlp)
+        for _, stacked in layer.named_expert_parameters()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+
+
+@contextmanager
+def _undecayed(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Let ``model.no_weight_decay()`` name these parameters too, as long as this lasts."""
+    attributes, own = vars(model), getattr(model, "no_weight_decay", set)
+    before = attributes.get("no_weight_decay")
+    attributes["no_weight_decay"] = lambda: {*own(), *names}
+    try:
+        yield
+    finally:
+        del attributes["no_weight_decay"]  # the method of its class stands again
+        if before is not None:
+            attributes["no_weight_decay"] = before
+
+
 @functools.wraps(create_scheduler_v2)
 def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
-    arguments = _signature.bind(*args, **kwargs).arguments
+    arguments = _scheduler_signature.bind(*args, **kwargs).arguments
     _attach_averaging(arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
 
@@ -151,17 +198,19 @@ def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> Non
         )
 
 
-def wrap_scheduler_factory() -> None:
-    """Put the wrapped ``create_scheduler_v2`` wherever timm's own stands, also in a script that already imported it."""
+def wrap_factories() -> None:
+    """Put the wrapped factories wherever timm's own stand, also in a script that already imported them."""
     here = sys.modules[__name__]
+    wrapped = ((create_optimizer_v2, _create_optimizer_v2), (create_scheduler_v2, _create_scheduler_v2))
     for module in list(sys.modules.values()):
-        if module is not here and getattr(module, "__dict__", {}).get("create_scheduler_v2") is create_scheduler_v2:
-            module.create_scheduler_v2 = _create_scheduler_v2  # type: ignore[attr-defined]
+        for factory, wrapper in wrapped:
+            if module is not here and getattr(module, "__dict__", {}).get(factory.__name__) is factory:
+                setattr(module, factory.__name__, wrapper)
 
 
 def install() -> None:
     """Put the hooks in place; done once, when timm_moe is imported."""
-    wrap_scheduler_factory()
+    wrap_factories()
     scheduler_classes: list[Any] = [Scheduler, PlateauLRScheduler]  # those that define the two methods
     for scheduler_class in scheduler_classes:
         scheduler_class.step = _at_scheduler_step(scheduler_class.step, "epoch")
