@@ -51,8 +51,8 @@ def images(tmp_path_factory):
     return image_folder(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
 
 
-def script(name, folder, *arguments, **env):
-    command = [sys.executable, str(Path(SCRIPTS, name)), *map(str, arguments)]
+def script(name, folder, *arguments, launcher=(), **env):
+    command = [sys.executable, *launcher, str(Path(SCRIPTS, name)), *map(str, arguments)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -61,9 +61,10 @@ def script(name, folder, *arguments, **env):
 
 def train(folder, images, *arguments, epochs=2, **env):
     return script(
-        "train.py", folder, *arguments,
+        "train.py", folder,
         *("--data-dir", images, "--val-split", "test", "--epochs", epochs, "--warmup-epochs", 0),
-        *("-b", 12, "-j", 1, "--device", "cpu", "--opt", "adamw", "--lr", "2e-3", "--log-interval", 1), **env,
+        *("-b", 12, "-j", 1, "--device", "cpu", "--opt", "adamw", "--lr", "2e-3", "--log-interval", 1),
+        *arguments, **env,  # the last of an option counts
     )  # fmt: skip
 
 
