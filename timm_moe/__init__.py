@@ -8,6 +8,7 @@ from .callbacks import timm_hooks
 from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
 from .convert import convert_to_moe, moe_layers, to_dense
+from .distributed import expert_placement
 from .layers import MemberLoss
 from .version import __version__
 
@@ -25,6 +26,7 @@ __all__ = [
     "average_experts_",
     "checkpoints",
     "convert_to_moe",
+    "expert_placement",
     "export_dense",
     "models",
     "moe_layers",

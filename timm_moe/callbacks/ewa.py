@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert import moe_layers
+from ..distributed import local_part
 from ..layers import MoeMlp
 from ..schedules import check_share_rate, get_schedule
 
@@ -31,15 +32,20 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
     than float32 are computed in float32 and rounded so that the mean does not drift away over many steps.
 
     Args:
-        stacked: shape (E, ...).
+        stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part.
         beta: share rate of this step.
+
+    Raises:
+        ValueError: if it is sharded along its first dimension.
     """
-    num_experts = stacked.shape[0]
+    part, num_experts = local_part(stacked), stacked.shape[0]
     if beta == 0 or num_experts == 1:
         return stacked
-    wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+    wide = part.to(torch.promote_types(part.dtype, torch.float32))
     _lerp_to_mean_(wide, beta * num_experts / (num_experts - 1))
-    return stacked if wide is stacked else _round_keeping_mean_(stacked, wide)
+    if wide is not part:
+        _round_keeping_mean_(part, wide)
+    return stacked
 
 
 def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
@@ -56,7 +62,7 @@ def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
             expert.lerp_(mean, weight)
 
 
-def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> Tensor:
+def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> None:
     """Write ``exact`` into the narrower ``rounded`` so that the sum over the first dimension stays.
 
     From the largest entry to the smallest, what rounding takes from one is given to the next; the last is the finest
@@ -69,23 +75,25 @@ def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> Tensor:
         entry = carry.to(rounded.dtype)
         rounded.scatter_(0, index[None], entry[None])
         carry -= entry
-    return rounded
 
 
 def average_experts_(model: nn.Module, beta: float) -> None:
     """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
 
     Raises:
-        ValueError: unless 0 <= beta <= (E - 1) / E, or if there are no expert layers; nothing is averaged then.
+        ValueError: unless 0 <= beta <= (E - 1) / E, if there are no expert layers, or if they are sharded along the
+            dimension of the experts; nothing is averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
         raise ValueError(f"{type(model).__name__} has no expert layers to average.")
     for layer in layers:
         check_share_rate(beta, layer.num_experts, "beta")
-    for layer in layers:
-        for _, stacked in layer.named_expert_parameters():
-            average_(stacked, beta)
+    parameters = [stacked for layer in layers for _, stacked in layer.named_expert_parameters()]
+    for stacked in parameters:
+        local_part(stacked)  # raises, before anything is averaged
+    for stacked in parameters:
+        average_(stacked, beta)
 
 
 class ExpertWeightAveraging:
@@ -108,7 +116,8 @@ class ExpertWeightAveraging:
 
     Raises:
         ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
-            1, or an optimizer that trains none of the model's expert layers or has its averaging already.
+            1, an optimizer that trains none of the model's expert layers or has its averaging already, or experts that
+            are sharded along their first dimension.
 
     Attributes:
         share_rate: the rate of the last averaging, 0 before the first.
@@ -234,6 +243,9 @@ def _rates_and_parameters(
     parameters = {
         layer: [stacked for _, stacked in layer.named_expert_parameters() if id(stacked) in trained] for layer in layers
     }
+    for layer in layers:
+        for stacked in parameters[layer]:
+            local_part(stacked)  # raises
     if callable(schedule):
         if share_rate is not None:
             raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")

@@ -1,0 +1,55 @@
+"""Expert models that outgrow one device: which part of the experts each process holds under FSDP2."""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .convert import moe_layers
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
+
+
+def expert_placement(model: nn.Module) -> "Callable[[nn.Parameter], Shard | None]":
+    """Where FSDP2 cuts the experts of a model: each process holds a part of every expert, so averaging stays local.
+
+    Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is the expert. The
+    largest of the other dimensions is taken; torch demands that the number of processes divides it.
+
+    Args:
+        model: before ``fully_shard`` has seen it.
+
+    Returns:
+        A ``shard_placement_fn`` for ``torch.distributed.fsdp.fully_shard`` of the model or of parts of it.
+    """
+    from torch.distributed.tensor import Shard
+
+    layers = moe_layers(model).values()
+    # Weak references: once sharded, the whole parameters must not stay in memory.
+    experts = {id(stacked): weakref.ref(stacked) for layer in layers for _, stacked in layer.named_expert_parameters()}
+
+    def place(parameter: nn.Parameter) -> "Shard | None":
+        expert = experts.get(id(parameter))
+        if expert is None or expert() is not parameter or parameter.ndim < 2:
+            return None
+        return Shard(max(range(1, parameter.ndim), key=lambda dim: parameter.shape[dim]))
+
+    return place
+
+
+def local_part(stacked: Tensor) -> Tensor:
+    """What this process holds of a stacked parameter, (E, ...), sharing its memory: all of it, if it is not sharded.
+
+    Raises:
+        ValueError: if the experts are spread over the processes.
+    """
+    parameter: Any = stacked  # a DTensor, or no such thing
+    placements = getattr(stacked, "placements", ())
+    if any(placement.is_shard(0) for placement in placements):
+        raise ValueError(
+            "Experts that are sharded along their first dimension lie in different processes, where they cannot be "
+            "averaged: give fully_shard the shard_placement_fn=timm_moe.expert_placement(model)."
+        )
+    return parameter.to_local() if placements else stacked
