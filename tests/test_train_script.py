@@ -341,3 +341,16 @@ def test_evaluate_measures_what_validate_does(run, images, tmp_path):
     inference = data.Inference(batch_size=8, workers=1, device="cpu")
     result = evaluate([checkpoint], data.image_folder(images, "test"), inference=inference)
     assert round(100 - 100 * result["error"], 3) == float(top1(log))
+
+
+@pytest.mark.parametrize("name", ["vit_xtiny", "pit_xs_32", "swin_tiny_patch2_window4_32"])
+def test_small_data_models_with_shifted_patches_and_locality_attention(images, tmp_path, name):
+    size = ["embed_dim=48", "depth=3"] if name == "vit_xtiny" else []
+    options = ["--num-classes", 3, "--model-kwargs", "shifted_patches=True", "locality_attention=True", *size]
+    log = train(tmp_path, images, "--model", f"{name}_ewa_moe", *options, "--experiment", "a", epochs=1)
+    assert log.count("EWA: averaging") == 1
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    assert timm_moe.export_dense(checkpoint, tmp_path / "dense").architecture == name
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    dense = script("validate.py", tmp_path, "--model", f"local-dir:{tmp_path}/dense", "--pretrained", *common)
+    assert top1(dense) == f"{float(summary(tmp_path / 'output/train/a')[-1]['eval_top1']):.3f}"

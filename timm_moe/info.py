@@ -183,6 +183,7 @@ def _forward_cost(model: nn.Module, batch: int) -> Cost:
         for module in model.modules()
         if isinstance(module, nn.LayerNorm)
     ]
+    model.requires_grad_(False)  # FlopCounterMode fails on a view of a parameter between modules, as PiT's class token
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.empty(batch, *model_input_size(model), device="meta"))
     for hook in hooks:

@@ -27,6 +27,6 @@ def model_input_size(model: nn.Module) -> tuple[int, ...]:
     cfg = get_pretrained_cfg(model)
     channels, *size = cfg["input_size"]
     first_conv = cfg.get("first_conv")
-    if isinstance(first_conv, str):
-        channels = model.get_submodule(first_conv).in_channels
-    return (channels, *(fixed_img_size(model) or size))
+    # shifted patches have no first convolution
+    first = model.get_submodule(first_conv) if isinstance(first_conv, str) else getattr(model, "patch_embed", None)
+    return (getattr(first, "in_channels", channels), *(fixed_img_size(model) or size))

@@ -88,18 +88,6 @@ _STOCK = {
 #: ViMoE is trained at 224 pixels; DINOv2's weights come with 518.
 _INPUT_SIZES = {name: (3, 224, 224) for name in _STOCK if name.startswith("vimoe")}
 
-#: ViT-XT/4 at 32 px: preprocessing of CIFAR-100, the EWA paper's first data set.
-_XTINY_CFG = dict(
-    num_classes=100,
-    input_size=(3, 32, 32),
-    fixed_input_size=True,
-    crop_pct=1.0,
-    interpolation="bicubic",
-    mean=(0.5071, 0.4865, 0.4409),
-    std=(0.2673, 0.2564, 0.2762),
-    first_conv="patch_embed.proj",
-    classifier="head",
-)
 #: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
 VMOE_S_CFG = dict(
     num_classes=1000,
@@ -122,11 +110,11 @@ default_cfgs = generate_default_cfgs(
         for name, stock in _STOCK.items()
         for cfg in get_arch_pretrained_cfgs(stock).values()
     }
-    | {"vit_xtiny_ewa_moe": _XTINY_CFG, "vit_xtiny_moe": _XTINY_CFG, "vmoe_s32": VMOE_S_CFG}
+    | {"vmoe_s32": VMOE_S_CFG}
 )
 
 #: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
-_NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
+NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
 VMOE = dict(
     router="top_k",
@@ -151,9 +139,6 @@ _VIMOE = dict(
     aux_loss_weight=0.01,
 )
 _DINOV2 = dict(patch_size=14, depth=12, init_values=1e-5, img_size=224, num_classes=1000)
-#: The EWA paper's model for small data (section 5.1; sizes of arXiv 2112.13492). timm has no stock model of this shape:
-#: it is exported as a vit_tiny_patch16_224 with these arguments.
-_XTINY = dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2, num_classes=100)
 
 
 def create_moe_vit(
@@ -224,35 +209,23 @@ def vit_large_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
 
 
 @register_model
-def vit_xtiny_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """EWA ViT-XT/4 at 32 px."""
-    return create_moe_vit("vit_xtiny_ewa_moe", "vit_tiny_patch16_224", pretrained, {}, {**_XTINY, **kwargs})
-
-
-@register_model
-def vit_xtiny_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Naive MoE ViT-XT/4 at 32 px."""
-    return create_moe_vit("vit_xtiny_moe", "vit_tiny_patch16_224", pretrained, _NAIVE, {**_XTINY, **kwargs})
-
-
-@register_model
 def vit_tiny_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """Naive MoE ViT-Ti/16."""
-    model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3, **_NAIVE)
+    model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3, **NAIVE)
     return _create_stock_sized("vit_tiny_moe", pretrained, model_args, kwargs)
 
 
 @register_model
 def vit_small_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """Naive MoE ViT-S/16."""
-    model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6, **_NAIVE)
+    model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6, **NAIVE)
     return _create_stock_sized("vit_small_moe", pretrained, model_args, kwargs)
 
 
 @register_model
 def vit_base_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """Naive MoE ViT-B/16."""
-    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **_NAIVE)
+    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **NAIVE)
     return _create_stock_sized("vit_base_moe", pretrained, model_args, kwargs)
 
 

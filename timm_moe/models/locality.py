@@ -1,0 +1,184 @@
+"""What lets transformers learn from small data sets: shifted patches (SPT) and locality self-attention (LSA).
+
+Both are of "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details are those of the authors' code.
+
+Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
+"""
+
+from typing import Any
+
+import torch
+from timm.layers import Attention, PatchEmbed
+from timm.models.swin_transformer import WindowAttention
+from torch import Tensor, nn
+from torch.nn.functional import pad, pixel_unshuffle
+
+from ..layers.checks import check_integer
+
+
+class ShiftedPatches(nn.Module):
+    """Tokens of patches that see beyond their edges: Shifted Patch Tokenization (section 3.1).
+
+    The input and four copies of it, shifted by half a patch along the diagonals and filled up with zeros, are cut into
+    patches together; each patch is flattened, normalised and projected.
+
+    Args:
+        in_channels: C.
+        dim: D, width of the tokens.
+        patch_size: side of a square patch.
+        norm_layer: class of the norm; LayerNorm by default.
+        bias: of the projection.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: if the patch size is no positive integer.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        dim: int,
+        patch_size: int,
+        norm_layer: type[nn.Module] | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        check_integer("The patch_size of shifted patches", patch_size, 1)
+        super().__init__()
+        self.in_channels = in_channels
+        self.patch_size = patch_size
+        width = 5 * in_channels * patch_size**2
+        self.norm = (norm_layer or nn.LayerNorm)(width, device=device, dtype=dtype)  # type: ignore[call-arg]
+        self.linear = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """(D, 5 C patch_size^2), of the projection: timm looks for it where it expects a convolution."""
+        return self.linear.weight
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """(B, D, H / patch_size, W / patch_size) of (B, C, H, W)."""
+        shift = self.patch_size // 2
+        diagonals = [(right, down) for down in (shift, -shift) for right in (shift, -shift)]
+        shifted = [pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals]
+        patches = pixel_unshuffle(torch.cat([x_BCHW, *shifted], 1), self.patch_size)
+        return self.linear(self.norm(patches.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+class ShiftedPatchEmbed(PatchEmbed):
+    """timm's PatchEmbed with shifted patches in place of its convolution.
+
+    Args:
+        img_size: as PatchEmbed.
+        patch_size: side of a square patch.
+        in_chans: channels of the images.
+        embed_dim: width of the tokens.
+        norm_layer: of the flattened patches, see :class:`ShiftedPatches`; there is none behind the projection.
+        bias: of the projection.
+        device: of the parameters.
+        dtype: of the parameters.
+        kwargs: as PatchEmbed.
+
+    Raises:
+        ValueError: as :class:`ShiftedPatches`, and if the patch size is to change later.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] | None = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        norm_layer: type[nn.Module] | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ):
+        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, device, dtype)
+        super().__init__(img_size, patch_size, in_chans, embed_dim, device="meta", **kwargs)
+        self.proj = proj  # type: ignore[assignment]
+        self.in_channels = in_chans
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        if patch_size not in (None, self.patch_size, self.patch_size[0]):
+            raise ValueError(f"The size of shifted patches is fixed at {self.patch_size[0]}, got {patch_size!r}.")
+        super().set_input_size(img_size)
+
+
+class ShiftedPatchMerging(nn.Module):
+    """Swin's patch merging by shifted patches: (B, H, W, D) -> (B, H / 2, W / 2, D').
+
+    Args:
+        dim: D.
+        out_dim: D'.
+        kwargs: as :class:`ShiftedPatches`.
+    """
+
+    def __init__(self, dim: int, out_dim: int, **kwargs: Any):
+        super().__init__()
+        self.patches = ShiftedPatches(dim, out_dim, 2, **kwargs)
+
+    def forward(self, x_BHWD: Tensor) -> Tensor:
+        return self.patches(x_BHWD.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+class ShiftedPooling(nn.Module):
+    """PiT's pooling by shifted patches: tokens (B, D, H, W) -> (B, D', H / 2, W / 2), class tokens (B, N, D) -> D'.
+
+    Args:
+        dim: D.
+        out_dim: D'.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, dim: int, out_dim: int, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.patches = ShiftedPatches(dim, out_dim, 2, device=device, dtype=dtype)
+        self.fc = nn.Linear(dim, out_dim, device=device, dtype=dtype)
+
+    def forward(self, x_BDHW: Tensor, cls_token_BND: Tensor) -> tuple[Tensor, Tensor]:
+        return self.patches(x_BDHW), self.fc(cls_token_BND)
+
+
+class _Locality(nn.Module):
+    """What LSA adds to an attention of timm, which multiplies its queries by ``scale``."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        initial, weight = self.scale, self.qkv.weight  # type: ignore[has-type]
+        del self.scale
+        # The authors learn the inverse of the temperature, which an optimizer step changes more, and decay it: with
+        # three dimensions timm's optimizers do so too.
+        self.scale = nn.Parameter(torch.full((self.num_heads, 1, 1), initial, device=weight.device, dtype=weight.dtype))  # type: ignore[arg-type, call-overload]
+        self.fused_attn = False  # it has a scale of its own
+
+
+class LocalityAttention(_Locality, Attention):
+    """timm's Attention in which no token attends to itself, at a learned temperature for each head (section 3.2).
+
+    Arguments as timm's. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, 1 / sqrt(head
+    dimension) at first.
+    """
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """As timm's; a mask must be additive."""
+        diagonal_NN = _diagonal(x.shape[1], x)
+        return super().forward(x, diagonal_NN if attn_mask is None else attn_mask + diagonal_NN, **kwargs)
+
+
+class LocalityWindowAttention(_Locality, WindowAttention):
+    """Swin's attention with LSA in each window, as :class:`LocalityAttention`."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        diagonal_NN = _diagonal(x.shape[1], x)
+        return super().forward(x, diagonal_NN[None] if mask is None else mask + diagonal_NN)
+
+
+def _diagonal(tokens: int, like: Tensor) -> Tensor:
+    """(N, N), 0 but for -inf on the diagonal."""
+    diagonal_NN = torch.eye(tokens, dtype=torch.bool, device=like.device)
+    return like.new_zeros(tokens, tokens).masked_fill(diagonal_NN, float("-inf"))
