@@ -50,7 +50,7 @@ class ShiftedPatches(nn.Module):
         self.in_channels = in_channels
         self.patch_size = patch_size
         width = 5 * in_channels * patch_size**2
-        self.norm = (norm_layer or nn.LayerNorm)(width, device=device, dtype=dtype)  # type: ignore[call-arg]
+        self.norm = (norm_layer or nn.LayerNorm)(width, device=device, dtype=dtype)
         self.linear = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
 
     @property
@@ -147,30 +147,31 @@ class ShiftedPooling(nn.Module):
 class _Locality(nn.Module):
     """What LSA adds to an attention of timm, which multiplies its queries by ``scale``."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self: Any, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        initial, weight = self.scale, self.qkv.weight  # type: ignore[has-type]
+        weight = self.qkv.weight
+        initial = torch.full((self.num_heads, 1, 1), self.scale, device=weight.device, dtype=weight.dtype)
         del self.scale
         # The authors learn the inverse of the temperature, which an optimizer step changes more, and decay it: with
         # three dimensions timm's optimizers do so too.
-        self.scale = nn.Parameter(torch.full((self.num_heads, 1, 1), initial, device=weight.device, dtype=weight.dtype))  # type: ignore[arg-type, call-overload]
+        self.scale = nn.Parameter(initial)
         self.fused_attn = False  # it has a scale of its own
 
 
-class LocalityAttention(_Locality, Attention):
+class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_attn is final, to TorchScript
     """timm's Attention in which no token attends to itself, at a learned temperature for each head (section 3.2).
 
     Arguments as timm's. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, 1 / sqrt(head
     dimension) at first.
     """
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """As timm's; a mask must be additive."""
         diagonal_NN = _diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN if attn_mask is None else attn_mask + diagonal_NN, **kwargs)
 
 
-class LocalityWindowAttention(_Locality, WindowAttention):
+class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]  # likewise
     """Swin's attention with LSA in each window, as :class:`LocalityAttention`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -180,5 +181,5 @@ class LocalityWindowAttention(_Locality, WindowAttention):
 
 def _diagonal(tokens: int, like: Tensor) -> Tensor:
     """(N, N), 0 but for -inf on the diagonal."""
-    diagonal_NN = torch.eye(tokens, dtype=torch.bool, device=like.device)
-    return like.new_zeros(tokens, tokens).masked_fill(diagonal_NN, float("-inf"))
+    index = torch.arange(tokens, device=like.device)
+    return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], float("-inf"))  # ONNX lacks a bool eye

@@ -44,12 +44,11 @@ class LocalVisionTransformer(PreLogitsVisionTransformer):
         self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
     ) -> None:
         _check_flags(shifted_patches, locality_attention)
-        layers: dict[str, Any] = {}
         if shifted_patches:
-            layers["embed_layer"] = ShiftedPatchEmbed
+            kwargs["embed_layer"] = ShiftedPatchEmbed
         if locality_attention:
-            layers["attn_layer"] = LocalityAttention
-        super().__init__(*args, **layers, **kwargs)
+            kwargs["attn_layer"] = LocalityAttention
+        super().__init__(*args, **kwargs)
 
 
 class LocalPoolingVisionTransformer(PoolingVisionTransformer):
@@ -73,19 +72,18 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
         if shifted_patches:
             self._shift_patches()
         if locality_attention:
-            for stage in self.transformers:
-                for block in stage.blocks:
-                    block.attn = LocalityAttention(block.attn.qkv.in_features, **_attention_args(block.attn))
+            for block in _blocks(self.transformers):
+                block.attn = LocalityAttention(block.attn.qkv.in_features, **_attention_args(block.attn))
 
-    def _shift_patches(self) -> None:
-        conv: Any = self.patch_embed.conv
+    def _shift_patches(self: Any) -> None:
+        conv = self.patch_embed.conv
         if conv.stride != conv.kernel_size:
             raise ValueError(
                 f"Shifted patches do not overlap: create the model with a stride of its patch_size, "
                 f"{conv.kernel_size[0]}, got {conv.stride[0]}."
             )
         like = _like(conv.weight)
-        self.patch_embed: nn.Module = ShiftedPatchEmbed(
+        self.patch_embed = ShiftedPatchEmbed(
             self.patch_embed.img_size, conv.stride[0], conv.in_channels, conv.out_channels, output_fmt="NCHW", **like
         )
         for stage in self.transformers[1:]:
@@ -106,16 +104,21 @@ class LocalSwinTransformer(SwinTransformer):
         self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
     ) -> None:
         _check_flags(shifted_patches, locality_attention)
-        super().__init__(*args, **({"embed_layer": ShiftedPatchEmbed} if shifted_patches else {}), **kwargs)
         if shifted_patches:
-            for stage in self.layers[1:]:
+            kwargs["embed_layer"] = ShiftedPatchEmbed
+        super().__init__(*args, **kwargs)
+        if shifted_patches:
+            stages: Any = self.layers[1:]
+            for stage in stages:
                 merging = stage.downsample
                 stage.downsample = ShiftedPatchMerging(merging.dim, merging.out_dim, **_like(merging.reduction.weight))
         if locality_attention:
-            for block in (block for stage in self.layers for block in stage.blocks):
-                args_of_windows = {"head_dim": block.attn.proj.in_features // block.attn.num_heads}
-                args_of_windows |= {"window_size": block.attn.window_size, **_attention_args(block.attn)}
-                block.attn = LocalityWindowAttention(block.attn.dim, **args_of_windows)
+            for block in _blocks(self.layers):
+                old = block.attn
+                window: dict[str, Any] = dict(
+                    head_dim=old.proj.in_features // old.num_heads, window_size=old.window_size
+                )
+                block.attn = LocalityWindowAttention(old.dim, **window, **_attention_args(old))
         if shifted_patches or locality_attention:
             self.init_weights(needs_reset=False)  # the new layers as the others
 
@@ -123,6 +126,10 @@ class LocalSwinTransformer(SwinTransformer):
 def _check_flags(shifted_patches: bool, locality_attention: bool) -> None:
     check_flag("shifted_patches", shifted_patches)
     check_flag("locality_attention", locality_attention)
+
+
+def _blocks(stages: Any) -> list[Any]:
+    return [block for stage in stages for block in stage.blocks]
 
 
 def _like(weight: nn.Parameter) -> dict[str, Any]:
@@ -217,7 +224,7 @@ _SWIN = Family(
 )
 
 #: Preprocessing of CIFAR-100, the EWA paper's first data set.
-_CFG = dict(
+_CFG: dict[str, Any] = dict(
     num_classes=100,
     input_size=(3, 32, 32),
     fixed_input_size=True,
@@ -231,11 +238,12 @@ _CFG = dict(
 _PIT_CFG = {**_CFG, "first_conv": "patch_embed.conv"}
 _SWIN_CFG = {**_CFG, "classifier": "head.fc"}
 
-default_cfgs = generate_default_cfgs(
+_CFGS: dict[str, Any] = (
     dict.fromkeys(("vit_xtiny", "vit_xtiny_ewa_moe", "vit_xtiny_moe"), _CFG)
     | dict.fromkeys(("pit_xs_32", "pit_xs_32_ewa_moe"), _PIT_CFG)
     | dict.fromkeys(("swin_tiny_patch2_window4_32", "swin_tiny_patch2_window4_32_ewa_moe"), _SWIN_CFG)
 )
+default_cfgs = generate_default_cfgs(_CFGS)
 
 
 def _create_dense(family: Family, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
