@@ -21,30 +21,34 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 #: The settings in which each suite is measured, beside its defaults; allocators of the host matter on CPUs alone.
 PLAN = {
     "layers": [
-        dict(dtype=dtype, mode=mode, allocator=allocator)
+        dict(dtype=dtype, mode=mode, allocator=allocator, rounds=7)
         for mode in ("eager", "compiled")
         for dtype in ("float32", "bfloat16")
         for allocator in ("neutral", "default")
         if mode == "eager" or allocator == "neutral"
     ],
-    "steps": [dict(dtype=dtype, allocator="neutral", rounds=9) for dtype in ("float32", "bfloat16")],
+    "steps": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
     "averaging": [dict(allocator=allocator) for allocator in ("neutral", "default")],
     "evaluation": [
-        dict(dtype=dtype, mode=mode, allocator="neutral", rounds=25)
+        dict(dtype=dtype, mode=mode, allocator="neutral", rounds=9)
         for dtype in ("float32", "bfloat16")
         for mode in ("eager", "compiled")
     ],
-    "peers": [dict(dtype=dtype, allocator="neutral", rounds=9) for dtype in ("float32", "bfloat16")],
+    "peers": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
     "scaling": [dict(allocator="neutral", rounds=5)],
     "imports": [{}],
     "exporting": [{}],
 }
+
+CHOICES = {"dtype": ("float32", "bfloat16"), "mode": ("eager", "compiled"), "allocator": ("neutral", "default")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(PLAN)}; by default all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    for name, values in CHOICES.items():
+        parser.add_argument(f"--{name}", choices=values, help="only these settings of the suites; by default all")
     parser.add_argument("--rounds", type=int, help="of each contest, instead of each suite's own number")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the report of earlier results")
     args = parser.parse_args()
@@ -61,7 +65,10 @@ def main() -> None:
 def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, str]]:
     chosen = {"device": args.device, **({"rounds": args.rounds} if args.rounds else {})}
     settings = [{**setting, **chosen} for setting in PLAN[suite]]
-    return [setting for setting in settings if args.device == "cpu" or setting.get("allocator") != "default"]
+    if args.device == "cuda":
+        settings = [setting for setting in settings if setting.get("allocator") != "default"]
+    wanted = {name: getattr(args, name) for name in CHOICES if getattr(args, name)}
+    return [setting for setting in settings if all(setting.get(name, value) == value for name, value in wanted.items())]
 
 
 def _measure(suite: str, setting: dict[str, str]) -> None:

@@ -40,7 +40,7 @@ def vit_small() -> dict[str, Make]:
 def vit_xtiny() -> dict[str, Make]:
     create = partial(timm.create_model, num_classes=CLASSES)
     return {
-        "dense": lambda: timm_moe.to_dense(create("vit_xtiny_ewa_moe")),
+        "dense": partial(create, "vit_xtiny"),
         "EWA, 4 experts every-2": partial(create, "vit_xtiny_ewa_moe", num_experts=4),
         "EWA, 8 experts every-2": partial(create, "vit_xtiny_ewa_moe", num_experts=8),
         "naive MoE, top-1 of 8 every-2": partial(create, "vit_xtiny_moe", num_experts=8),
