@@ -18,8 +18,8 @@ Make = Callable[[], nn.Module]
 def measure(setting: Setting) -> Iterator[Row]:
     """Time steps of ViT-S/16 at 224 px and of the EWA paper's ViT-XT/4 at 32 px."""
     for name, models, batch in (
-        ("ViT-S/16, 224 px", vit_small(), setting.pick(32, 128)),
-        ("ViT-XT/4, 32 px", vit_xtiny(), setting.pick(128, 128)),
+        ("ViT-S/16, 224 px", vit_small(), setting.pick(16, 128)),
+        ("ViT-XT/4, 32 px", vit_xtiny(), setting.pick(64, 128)),
     ):
         for fused in (True, False):
             optimizer = "fused AdamW" if fused else "AdamW"
