@@ -5,9 +5,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
+from timm.models import model_entrypoint
 from timm.utils import ParseKwargs
 
 from .benefits import moe_benefits
@@ -18,7 +20,7 @@ from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
 from .gather import METHODS
-from .info import ModelInfo, is_registered_here, model_info, registered_models
+from .info import ModelInfo, is_named_after_stock, is_registered_here, model_info, registered_models
 from .papers import comparisons
 from .routes import check_output, collect_routes, summarize_all, write_routes
 from .routes import table as routes_table
@@ -110,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_spec_options(push)
     push.set_defaults(command=_push)
 
-    listing = commands.add_parser("list", help="list the registered models")
+    listing = commands.add_parser("list", help="list the registered models by family")
     listing.add_argument("filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'")
     listing.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
     listing.set_defaults(command=_list)
@@ -373,7 +375,13 @@ def _list(args: argparse.Namespace) -> None:
     names = registered_models(args.filter, args.pretrained)
     if not names:
         raise ValueError(f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as '*small*'.")
-    print("\n".join(names))
+    for title, of_group in groupby(sorted(names, key=_group), key=_group):
+        print("\n".join([f"{title}:", *(f"  {name}" for name in of_group)]))
+
+
+def _group(name: str) -> str:
+    family = model_entrypoint(name).__module__.rpartition(".")[2]
+    return f"timm's {family}" if is_named_after_stock(name) else family
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """An Mlp becomes a MoeMlp in chosen blocks, and back."""
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 from timm.layers import GluMlp, Mlp, SwiGLU
 from timm.models import register_notrace_module
+from timm.models.tiny_vit import NormMlp
+from timm.models.vitamin import GeGluMlp
 from timm.utils import unwrap_model
 from torch import nn
 
@@ -36,8 +39,12 @@ _logger = logging.getLogger(__name__)
 #: Seconds between two lines about the progress.
 PROGRESS_INTERVAL = 10.0
 
-#: Feed-forward networks that act on each token by itself.
-FFN_CLASSES = (Mlp, GluMlp, SwiGLU)
+#: Feed-forward networks that act on each token by itself; older versions of timm have fewer.
+FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
+with contextlib.suppress(ImportError):
+    from timm.models.gemma4_vit import Gemma4GatedMlp
+
+    FFN_CLASSES += (Gemma4GatedMlp,)
 #: Share rate and schedule of each router where only one of them, or neither, is given.
 ROUTERS = {"random": (0.3, "linear"), "top_k": (0.3, "early")}
 
@@ -346,14 +353,22 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 
 
 def ffn_paths(model: nn.Module) -> list[str]:
-    """Names of the feed-forward networks that sit directly in a numbered block, in order."""
+    """Names of the feed-forward networks that could become experts, in order.
+
+    They are the ``mlp...`` of a numbered block, or of a part of one as MaxViT's ``attn_grid``. Those deeper inside, of
+    relative positions for instance, do not map tokens, and a mixer's ``mlp_tokens`` sees all tokens at once.
+    """
     return [
         name
         for name, module in model.named_modules()
-        if re.search(r"(^|\.)\d+\.mlp$", name)
-        and (isinstance(module, MoeMlp) or type(module) in FFN_CLASSES)
-        and not any(isinstance(child, nn.Conv2d) for child in module.children())
+        if re.search(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$", name)
+        and (isinstance(module, MoeMlp) or _acts_on_each_token(module))
     ]
+
+
+def _acts_on_each_token(module: nn.Module) -> bool:
+    convolutional = any(isinstance(child, nn.Conv2d) for child in module.children())
+    return type(module) in FFN_CLASSES and not convolutional and next(module.buffers(), None) is None
 
 
 def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int]:

@@ -80,6 +80,13 @@ def is_registered_here(name: str) -> bool:
     return timm.is_model(name) and model_entrypoint(name).__module__.startswith(f"{__package__}.")
 
 
+def is_named_after_stock(name: str) -> bool:
+    """Whether a model is the EWA form of the architecture of timm that its name begins with."""
+    architecture = name.partition(".")[0]
+    stock = architecture.removesuffix("_ewa_moe")
+    return stock != architecture and timm.is_model(stock) and is_registered_here(name)
+
+
 def weightless_model(name: str, **kwargs: Any) -> nn.Module:
     """A model of ``timm.create_model`` without memory for its weights (on the meta device)."""
     with torch.device("meta"):

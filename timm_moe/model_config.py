@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import timm.models
 from torch import nn
 
 
@@ -24,6 +25,8 @@ def fixed_img_size(model: nn.Module) -> tuple[int, int] | None:
 
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
     """(channels, height, width) of the images that a timm model takes, whatever its pretrained config says."""
+    if hasattr(timm.models, "get_model_input_config"):  # older versions of timm do not keep track of it
+        return tuple(timm.models.get_model_input_config(model)["input_size"])
     cfg = get_pretrained_cfg(model)
     channels, *size = cfg["input_size"]
     first_conv = cfg.get("first_conv")

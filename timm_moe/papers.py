@@ -17,6 +17,7 @@ from .info import (
     activated_parameters,
     evaluation_cost,
     expert_parameters,
+    is_named_after_stock,
     model_info,
     parameters,
     registered_models,
@@ -445,6 +446,8 @@ def page(values: Sequence[float]) -> str:
 
 def _sizes() -> Iterator[list[str]]:
     for name in registered_models():
+        if is_named_after_stock(name):
+            continue  # these are in docs/models.md
         info = model_info(name)
         exported = "" if info.exported is None else _number(info.exported)
         pixels = "x".join(str(size) for size in info.input_size[1:])

@@ -230,6 +230,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
 
 def _save(model: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None) -> None:
     args = {**_recorded_args(model), **(model_args or {})}
+    handle = model.register_state_dict_post_hook(_copy_repeated)
     try:
         save_for_hf(model, str(folder), model_args=args, safe_serialization=True)
         # safetensors closes its files to other users; config.json has the mode that the user's umask asks for
@@ -238,6 +239,17 @@ def _save(model: nn.Module, folder: Path, target: Path, model_args: dict[str, An
         raise OSError(f"{target} could not be written: {error}") from error
     except TypeError as error:  # json
         raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
+    finally:
+        handle.remove()
+
+
+def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Give what stands under several names, as in CoaT, under each a copy of its own: safetensors takes no other."""
+    seen: set[int] = set()
+    for name, tensor in state_dict.items():
+        if tensor.data_ptr() in seen:
+            state_dict[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
 
 
 def _recorded_args(model: nn.Module) -> dict[str, Any]:

@@ -78,11 +78,12 @@ class MoeMlp(Experts):
             state_dict.setdefault(name, value)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
-        """Map x of shape (..., D) to the same shape, each row by its own routing or by one that is given."""
+        """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs)."""
         if routing is None:
             routing = self.router(x)
         x_ND = dispatch(x.reshape(-1, x.shape[-1]), routing)
-        return combine(self.run(x_ND, routing.sizes), routing).reshape(x.shape)
+        y_TD = combine(self.run(x_ND, routing.sizes), routing)
+        return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What torch.jit.script compiles in the place of this layer, for eval mode only; it shares the weights.

@@ -73,7 +73,8 @@ class MoeMixin:
             for name, stacked in layer.named_expert_parameters()
             if stacked.ndim == 2
         }
-        return {*super().no_weight_decay(), *biases}  # type: ignore[misc]
+        of_stock = getattr(super(), "no_weight_decay", set)  # some families have none
+        return {*of_stock(), *biases}
 
     def restore_stock_class(self: Any) -> None:
         """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""

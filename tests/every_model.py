@@ -1,0 +1,173 @@
+"""Check ``<architecture>_ewa_moe`` for every architecture: ``python tests/every_model.py docs/models_checked.md``.
+
+For each name, with 2 experts in every other feed-forward network:
+
+1. without memory for weights, at full size: the dense model that it becomes has the stock model's tensors and shapes;
+2. random weights of the stock model are loaded as pretrained ones by timm's ``create_model``: in eval mode the outputs
+   equal the stock model's, in training mode they agree;
+3. ``export_dense`` writes it, which loads it again with stock timm and compares outputs; the tensors in the file are
+   those of 2., bit for bit.
+
+Steps 2 and 3 take smaller images, and fewer blocks of what has more than 30 million parameters, where the stock model
+can be created so. Each name becomes a row of the file; names that are in it already are not checked again, so that the
+run can be stopped, or divided by a pattern: ``python tests/every_model.py FILE 'swin*'``. It takes hours and 16 GB.
+"""
+
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import timm_moe
+from timm_moe.info import parameters, weightless_model
+from timm_moe.model_config import model_input_size
+from timm_moe.models.ewa import architectures
+
+HEADER = """\
+# Every `_ewa_moe`, checked
+
+What `python tests/every_model.py docs/models_checked.md` found, which says what it checks. *Checked as* are the
+arguments that made the model small enough; none: it was checked as it is.
+
+| model | checked as | result | seconds |
+| --- | --- | --- | --- |
+"""
+LARGE = 30_000_000
+#: Arguments by which some constructor makes fewer blocks, with all that a family varies still there.
+FEWER_BLOCKS: tuple[dict[str, Any], ...] = (
+    dict(depth=4),
+    dict(depths=(2, 2, 2, 2)),
+    dict(depths=(1, 1, 2, 2)),
+    dict(layers=(1, 1, 1, 1)),
+    dict(stages=(1, 1, 2, 2)),
+    dict(serial_depths=(1, 1, 1, 1)),
+)
+#: Pixels that fit patches of 8, 14 or 16; of 32; and windows.
+SMALLER_IMAGES = (112, 128, 192)
+
+
+def smaller(architecture: str, stock: nn.Module) -> dict[str, Any]:
+    """Arguments that make a stock model small, as far as it takes them."""
+    size = parameters(stock)
+    kwargs: dict[str, Any] = {}
+    if size > LARGE:
+        kwargs = next((fewer for fewer in FEWER_BLOCKS if _works(architecture, fewer, size)), {})
+    pixels = model_input_size(stock)[-1]
+    for image in SMALLER_IMAGES:
+        if image < pixels and _works(architecture, {**kwargs, "img_size": image}):
+            return {**kwargs, "img_size": image}
+    return kwargs
+
+
+def _works(architecture: str, kwargs: dict[str, Any], below: int | None = None) -> bool:
+    try:
+        model = weightless_model(architecture, **kwargs)
+        with torch.no_grad():
+            model.eval()(torch.empty(2, *model_input_size(model), device="meta"))
+    except Exception:  # whatever a constructor says to an argument that it does not take
+        return False
+    return below is None or parameters(model) < below
+
+
+def check(architecture: str, kwargs: dict[str, Any]) -> None:
+    """Steps 2 and 3 for a stock model with such arguments; raises an exception if anything is not as it should be."""
+    torch.manual_seed(0)
+    dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
+    weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    model = timm.create_model(
+        f"{architecture}_ewa_moe",
+        pretrained=True,
+        num_experts=2,
+        pretrained_cfg_overlay=dict(state_dict=weights, num_classes=dense.num_classes),
+        **kwargs,
+    ).eval()
+    model.pretrained_cfg.pop("state_dict")
+    assert timm_moe.moe_layers(model)
+    images = torch.randn(2, *model_input_size(dense))
+    with torch.no_grad():
+        for expected, actual in zip(_tensors(dense(images)), _tensors(model(images)), strict=True):
+            assert torch.isfinite(expected).all(), "the stock model gives NaN"
+            assert torch.equal(actual, expected), f"outputs differ by {(actual - expected).abs().max()}"
+    with tempfile.TemporaryDirectory() as folder:
+        timm_moe.export_dense(model, f"{folder}/dense")
+        exported = load_file(f"{folder}/dense/model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[tensor_name]) for tensor_name, tensor in exported.items())
+    with torch.no_grad():
+        results = [list(_tensors(_trained(module, images))) for module in (dense, model)]
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def _trained(model: nn.Module, images: Tensor) -> Any:
+    """The outputs in training mode; random numbers would not be the same ones."""
+    for module in model.train().modules():
+        if hasattr(module, "drop_prob"):
+            module.drop_prob = 0.0
+    return model(images)
+
+
+def check_shapes(architecture: str, stock: nn.Module) -> None:
+    """Step 1."""
+    dense = timm_moe.to_dense(weightless_model(f"{architecture}_ewa_moe", num_experts=2))
+    assert type(dense) is type(stock)
+    assert _shapes(dense) == _shapes(stock)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def _with_random_weights(model: nn.Module) -> nn.Module:
+    """Some weights begin as zero, or so small that what follows would not show."""
+    for parameter in model.parameters():
+        parameter.add_(torch.empty_like(parameter).uniform_(-0.03, 0.03))
+    return model
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for part in output if isinstance(output, (tuple, list)) else [output]:
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            yield from _tensors(part)
+
+
+def main(file: str, pattern: str = "*") -> int:
+    path, failed = Path(file), 0
+    done = path.read_text() if path.is_file() else ""
+    if not done:
+        path.write_text(HEADER)
+    names = [name for name in architectures() if fnmatch(name, pattern) and f"`{name}_ewa_moe`" not in done]
+    for number, name in enumerate(names, 1):
+        start, kwargs, result = time.monotonic(), {}, "passed"
+        try:
+            stock = weightless_model(name)
+            check_shapes(name, stock)
+            kwargs = smaller(name, stock)
+            check(name, kwargs)
+        except Exception as error:
+            failed += 1
+            result = " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "/")
+        arguments = ", ".join(f"{key}={value}" for key, value in kwargs.items())
+        row = f"| `{name}_ewa_moe` | {arguments} | {result} | {time.monotonic() - start:.0f} |"
+        print(f"{number}/{len(names)} {row}", flush=True)
+        with path.open("a") as output:
+            output.write(f"{row}\n")
+        gc.collect()
+    print(f"{len(names) - failed} of {len(names)} passed.")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""EWA (arXiv 2308.06093) for every architecture of timm whose blocks hold an Mlp: ``<architecture>_ewa_moe``.
+
+Each family of timm has a module here that exists in memory only, ``timm_moe.models.ewa.swin_transformer`` for one. It
+holds the entrypoints, so that timm lists them with the family, and the classes of the models, each made when it is
+first asked for. An entrypoint calls timm's own, which builds ``Moe<Class>`` in place of ``<Class>`` and does all else
+as ever.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import timm
+from timm.models import (
+    DefaultCfg,
+    PretrainedCfg,
+    build_model_with_cfg,
+    list_models,
+    model_entrypoint,
+    register_model,
+)
+from torch import nn
+
+from ..convert import moe_layers
+from .mixin import MoeMixin, architecture_args
+
+#: Modules of timm.models with such architectures, each with the names in it that have no feed-forward network which
+#: acts on each token by itself, or just one: theirs are convolutions, see all tokens at once, or are one with the
+#: attention.
+#: What another version of timm does not have is left out; ``pytest -m every_model`` finds what is missing here.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "beit": (),
+    "cait": (),
+    "coat": (),
+    "convit": (),
+    "convnext": (
+        *("convnextv2_*", "convnext_atto*", "convnext_femto*", "convnext_pico*", "convnext_nano*", "convnext_zepto*"),
+        *("convnext_tiny_hnf", "test_convnext2"),
+    ),
+    "crossvit": (),
+    "csatv2": (),
+    "davit": (),
+    "deepseek_vit": (),
+    "deit": (),
+    "edgenext": (),
+    "efficientformer": ("efficientformer_l1",),
+    "eva": (),
+    "gcvit": (),
+    "gemma4_vit": ("gemma4_vit_167m*",),
+    "hiera": (),
+    "hieradet_sam2": (),
+    "maxxvit": ("coatnet_*", "coatnext_*", "test_coatnet"),
+    "metaformer": ("convformer_*", "poolformer*"),
+    "mlp_mixer": ("gmlp_*",),
+    "mobilevit": ("mobilevitv2_*",),
+    "mvitv2": (),
+    "naflexvit": (),
+    "nest": (),
+    "pit": (),
+    "qwen3_vit": (),
+    "sequencer": (),
+    "swin_transformer": (),
+    "swin_transformer_v2": (),
+    "swin_transformer_v2_cr": (),
+    "tiny_vit": (),
+    "tnt": (),
+    "twins": (),
+    "vision_transformer": ("*_xp_*", "vit_pwee_*", "vit_dpwee_*"),
+    "vision_transformer_hybrid": (),
+    "vision_transformer_relpos": (),
+    "vision_transformer_sam": (),
+    "vitamin": (),
+    "volo": (),
+    "xcit": (),
+}
+
+
+class _Family(ModuleType):
+    """The module here of a module of timm.models."""
+
+    __all__: list[str]  # timm adds the entrypoints
+
+    def __init__(self, name: str):
+        super().__init__(f"{__name__}.{name}", f"EWA for the models of timm.models.{name}.")
+        self.stock_module: Any = sys.modules[f"timm.models.{name}"]
+        self.default_cfgs: dict[str, DefaultCfg] = {}
+
+    def __getattr__(self, name: str) -> type[nn.Module]:
+        stock_class = getattr(self.stock_module, name.removeprefix("Moe"), None)
+        if not name.startswith("Moe") or not isinstance(stock_class, type):
+            raise AttributeError(f"{self.__name__} has no {name}.")
+        description = f"timm's {stock_class.__name__} with expert layers."
+        namespace = {"__module__": self.__name__, "__doc__": description, "stock_class": stock_class}
+        made = type(name, (MoeMixin, stock_class), namespace)
+        setattr(self, name, made)
+        return made
+
+
+def _expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
+    """``Moe<Class>``, from the module here where pickle looks for it."""
+    return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
+
+
+#: Name of the architecture that timm is to build with expert layers, in the call of an entrypoint from here.
+_requested: ContextVar[str | None] = ContextVar("requested", default=None)
+
+
+@functools.wraps(build_model_with_cfg)
+def _build_model_with_cfg(model_cls: Any, variant: str, *args: Any, **kwargs: Any) -> Any:
+    if variant != _requested.get():
+        return build_model_with_cfg(model_cls, variant, *args, **kwargs)
+    return build_model_with_cfg(_expert_class(model_cls), f"{variant}_ewa_moe", *args, **kwargs)
+
+
+@functools.cache
+def _reach_families() -> None:
+    """Put the wrapped ``build_model_with_cfg`` into the modules whose entrypoints are called from here."""
+    for family in _families.values():
+        if hasattr(family.stock_module, "build_model_with_cfg"):
+            family.stock_module.build_model_with_cfg = _build_model_with_cfg
+
+
+def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    _reach_families()
+    stock = model_entrypoint(architecture)
+    dense_args = architecture_args(kwargs)
+    token = _requested.set(architecture)
+    try:
+        model = stock(pretrained=pretrained, **kwargs)
+    finally:
+        _requested.reset(token)
+    if not moe_layers(model):
+        raise RuntimeError(f"timm {timm.__version__} did not build {architecture} with experts, given {kwargs}.")
+    if isinstance(model, MoeMixin):  # a feature extractor around it is never exported
+        model.dense_architecture = architecture
+        model.dense_args = dense_args
+    return model
+
+
+def _entrypoint(architecture: str, module: str) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return _create(architecture, pretrained, kwargs)
+
+    create.__name__ = create.__qualname__ = f"{architecture}_ewa_moe"
+    create.__module__ = module
+    create.__doc__ = f"EWA {architecture}."
+    return create
+
+
+def _default_cfg(architecture: str, stock: DefaultCfg) -> DefaultCfg:
+    return replace(stock, cfgs={tag: _with_source(cfg, architecture, tag) for tag, cfg in stock.cfgs.items()})
+
+
+def _with_source(cfg: PretrainedCfg, architecture: str, tag: str) -> PretrainedCfg:
+    """A config that names its repository on the Hub in full, where timm would complete it with our name."""
+    if cfg.hf_hub_id != "timm/":
+        return cfg
+    cfg = copy.copy(cfg)  # in half the time of dataclasses.replace
+    cfg.hf_hub_id = f"timm/{architecture}.{tag}" if tag else f"timm/{architecture}"
+    if cfg.custom_load:  # the Hub's weights are in timm's own format; the .npz originals behind the URL are not needed
+        cfg.url, cfg.custom_load = "", False
+    return cfg
+
+
+def _stock_architectures(family: str) -> Iterator[str]:
+    for name in list_models(module=family, exclude_filters=FAMILIES[family]):
+        if model_entrypoint(name).__module__ == f"timm.models.{family}":  # and not of another package
+            yield name
+
+
+def _register(family: str) -> _Family:
+    module = sys.modules[f"{__name__}.{family}"] = _Family(family)
+    stock_cfgs = getattr(module.stock_module, "default_cfgs", {})
+    for architecture in _stock_architectures(family):
+        entrypoint = _entrypoint(architecture, module.__name__)
+        if architecture in stock_cfgs:
+            module.default_cfgs[entrypoint.__name__] = _default_cfg(architecture, stock_cfgs[architecture])
+        setattr(module, entrypoint.__name__, register_model(entrypoint))
+    return module
+
+
+_families = {name: _register(name) for name in FAMILIES if f"timm.models.{name}" in sys.modules}
+
+
+def architectures() -> list[str]:
+    """The architectures of timm that have an ``_ewa_moe``, by family and name."""
+    return [name.removesuffix("_ewa_moe") for module in _families.values() for name in module.__all__]
