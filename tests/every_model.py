@@ -92,6 +92,7 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     ).eval()
     model.pretrained_cfg.pop("state_dict")
     assert timm_moe.moe_layers(model)
+    assert model.pretrained_cfg["architecture"] == f"{architecture}_ewa_moe"
     images = torch.randn(2, *model_input_size(dense))
     with torch.no_grad():
         for expected, actual in zip(_tensors(dense(images)), _tensors(model(images)), strict=True):
@@ -111,7 +112,9 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
 def _trained(model: nn.Module, images: Tensor) -> Any:
     """The outputs in training mode; random numbers would not be the same ones."""
     for module in model.train().modules():
-        if hasattr(module, "drop_prob"):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif hasattr(module, "drop_prob"):
             module.drop_prob = 0.0
     return model(images)
 

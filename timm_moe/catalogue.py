@@ -6,8 +6,8 @@ from itertools import groupby
 
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
-from .convert import ffn_paths, moe_layers, to_dense
-from .info import parameters, weightless_model
+from .convert import ffn_paths, moe_layers
+from .info import activated_parameters, parameters, weightless_model
 from .models import ewa
 
 _INTRODUCTION = """\
@@ -56,24 +56,22 @@ layer serves attention and the network.
 """
 
 
-def page(architectures: Iterable[str]) -> str:
-    """The text of docs/models.md."""
-    sections = [_INTRODUCTION]
+def sections(architectures: Iterable[str]) -> Iterator[str]:
+    """The text of docs/models.md, in pieces as they are made."""
+    yield _INTRODUCTION
     for family, of_family in groupby(architectures, key=_family):
-        sections.append(f"## {family}\n")
-        header = ["| model | networks | training | exported | tags |", "| --- | --- | --- | --- | --- |"]
-        sections.append("\n".join([*header, *(row(architecture) for architecture in of_family)]) + "\n")
-    return "\n".join(sections)
+        yield f"\n## {family}\n\n| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"
+        for architecture in of_family:
+            yield f"{row(architecture)}\n"
 
 
 def row(architecture: str) -> str:
-    """A model's row in the table of its family."""
+    """A model's row in the table of its family; a token passes through the parameters that will be exported."""
     name = f"{architecture}_ewa_moe"
     model = weightless_model(name)
     networks = f"{len(moe_layers(model))} of {len(ffn_paths(model))}"
-    exported = parameters(to_dense(model))
     tags = sum(bool(cfg.has_weights) for cfg in get_arch_pretrained_cfgs(name).values())
-    return f"| `{name}` | {networks} | {parameters(model):,} | {exported:,} | {tags} |"
+    return f"| `{name}` | {networks} | {parameters(model):,} | {activated_parameters(model):,} | {tags} |"
 
 
 def _family(architecture: str) -> str:
@@ -88,4 +86,5 @@ def _with_progress(architectures: list[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(page(_with_progress(ewa.architectures())), end="")
+    for section in sections(_with_progress(ewa.architectures())):
+        print(section, end="", flush=True)

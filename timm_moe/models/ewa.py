@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,7 @@ from timm.models import (
 from torch import nn
 
 from ..convert import moe_layers
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, architecture_args
 
 #: Modules of timm.models with such architectures, each with the names in it that have no feed-forward network which
@@ -35,6 +36,7 @@ from .mixin import MoeMixin, architecture_args
 #: What another version of timm does not have is left out; ``pytest -m every_model`` finds what is missing here.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "beit": (),
+    "byobnet": ("*",),  # none, but MobileViT's class
     "cait": (),
     "coat": (),
     "convit": (),
@@ -83,10 +85,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 class _Family(ModuleType):
     """The module here of a module of timm.models."""
 
-    __all__: list[str]  # timm adds the entrypoints
-
     def __init__(self, name: str):
         super().__init__(f"{__name__}.{name}", f"EWA for the models of timm.models.{name}.")
+        self.__all__: list[str] = []  # timm adds the entrypoints
         self.stock_module: Any = sys.modules[f"timm.models.{name}"]
         self.default_cfgs: dict[str, DefaultCfg] = {}
 
@@ -106,14 +107,29 @@ def _expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
 
 
-#: Name of the architecture that timm is to build with expert layers, in the call of an entrypoint from here.
-_requested: ContextVar[str | None] = ContextVar("requested", default=None)
+@dataclass(frozen=True)
+class _Request:
+    """What an entrypoint from here asks of timm's.
+
+    Attributes:
+        architecture: to be built with expert layers.
+        dense_args: arguments that the exported model needs.
+    """
+
+    architecture: str
+    dense_args: dict[str, Any]
+
+
+_requested: ContextVar[_Request | None] = ContextVar("requested", default=None)
 
 
 @functools.wraps(build_model_with_cfg)
 def _build_model_with_cfg(model_cls: Any, variant: str, *args: Any, **kwargs: Any) -> Any:
-    if variant != _requested.get():
+    request = _requested.get()
+    if request is None or variant != request.architecture:
         return build_model_with_cfg(model_cls, variant, *args, **kwargs)
+    if "out_features" in kwargs:  # which some look up by the pretrained tag: an exported model has none
+        request.dense_args["out_features"] = kwargs["out_features"]
     return build_model_with_cfg(_expert_class(model_cls), f"{variant}_ewa_moe", *args, **kwargs)
 
 
@@ -128,17 +144,19 @@ def _reach_families() -> None:
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     _reach_families()
     stock = model_entrypoint(architecture)
-    dense_args = architecture_args(kwargs)
-    token = _requested.set(architecture)
+    request = _Request(architecture, architecture_args(kwargs))
+    token = _requested.set(request)
     try:
         model = stock(pretrained=pretrained, **kwargs)
     finally:
         _requested.reset(token)
     if not moe_layers(model):
         raise RuntimeError(f"timm {timm.__version__} did not build {architecture} with experts, given {kwargs}.")
+    # Some of timm's entrypoints look up their config before they build.
+    set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": f"{architecture}_ewa_moe"})
     if isinstance(model, MoeMixin):  # a feature extractor around it is never exported
         model.dense_architecture = architecture
-        model.dense_args = dense_args
+        model.dense_args = request.dense_args
     return model
 
 

@@ -1,0 +1,178 @@
+"""``<architecture>_ewa_moe``: names, tags, loading roads, and a small model of each family."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from every_model import check
+from safetensors.torch import save_file
+from timm.models import get_arch_pretrained_cfgs, list_models, model_entrypoint
+
+import timm_moe
+from timm_moe.catalogue import row
+from timm_moe.models import ewa
+
+#: An architecture of each family, with arguments that make it as small as it lets itself be made.
+SMALL = {
+    "beit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
+    "cait_xxs24_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
+    "coat_tiny": dict(
+        img_size=32, embed_dims=(32, 32, 32, 32), serial_depths=(1, 1, 1, 1), parallel_depth=1, num_heads=8
+    ),
+    "convit_tiny": dict(img_size=32, embed_dim=32, depth=2, num_heads=2, local_up_to_layer=1),
+    "test_convnext": dict(),
+    "crossvit_9_240": dict(),
+    "csatv2": dict(dims=(8, 16, 24, 32), depths=(1, 1, 3, 3)),
+    "davit_tiny": dict(depths=(1, 1, 1, 1), embed_dims=(16, 16, 16, 32), num_heads=(2, 2, 2, 2)),
+    "deepseek_vit_412m_enc": dict(img_size=84, embed_dim=32, depth=2, num_heads=2),
+    "deit_tiny_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
+    "edgenext_xx_small": dict(depths=(1, 1, 1, 2), dims=(16, 16, 16, 32)),
+    "efficientformer_l3": dict(),
+    "eva02_tiny_patch14_224": dict(img_size=28, embed_dim=32, depth=2, num_heads=2),
+    "gcvit_xxtiny": dict(img_size=64),
+    "gemma4_vit_570m_enc": dict(
+        img_size=96, embed_dim=32, depth=2, num_heads=2, head_dim=16, intermediate_size=64, position_embedding_size=100
+    ),
+    "hiera_tiny_224": dict(img_size=64, embed_dim=16, stages=(1, 1, 1, 1)),
+    "sam2_hiera_tiny": dict(embed_dim=16, stages=(1, 2, 2, 1), global_att_blocks=(2,)),
+    "maxvit_pico_rw_256": dict(img_size=64, depths=(1, 1, 1, 1), embed_dim=(32, 32, 32, 32)),
+    "caformer_s18": dict(),
+    "gmixer_12_224": dict(img_size=32),
+    "mobilevit_xxs": dict(img_size=64),
+    "mvitv2_tiny": dict(img_size=64),
+    "naflexvit_base_patch16_gap": dict(embed_dim=32, depth=2, num_heads=2),
+    "nest_tiny": dict(img_size=128),
+    "pit_ti_224": dict(img_size=64),
+    "qwen3_vit_88m": dict(img_size=64, embed_dim=32, depth=2, num_heads=2),
+    "sequencer2d_s": dict(layers=(1, 1, 1, 1), embed_dims=(16, 16, 16, 16), hidden_sizes=(8, 8, 8, 8)),
+    "swin_tiny_patch4_window7_224": dict(img_size=64, embed_dim=16, depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2)),
+    "swinv2_tiny_window8_256": dict(img_size=64, embed_dim=16, depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2)),
+    "swinv2_cr_tiny_224": dict(img_size=64, embed_dim=16, depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2)),
+    "tiny_vit_5m_224": dict(embed_dims=(16, 16, 16, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 2)),
+    "tnt_s_patch16_224": dict(img_size=32, embed_dim=32, depth=2, inner_dim=8, num_heads_inner=2, num_heads_outer=2),
+    "twins_svt_small": dict(img_size=64, embed_dims=(16, 16, 16, 16), num_heads=(2, 2, 2, 2), depths=(1, 1, 1, 1)),
+    "test_vit": dict(img_size=32),
+    "vit_tiny_r_s16_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
+    "test_vit_relpos": dict(img_size=32),
+    "samvit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2, global_attn_indexes=(1,)),
+    "vitamin_small_224": dict(img_size=64, embed_dim=384, depth=2),
+    "volo_d1_224": dict(img_size=64),
+    "xcit_nano_12_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
+}
+
+TINY_SWIN = dict(SMALL["swin_tiny_patch4_window7_224"], num_classes=5)
+
+
+@pytest.mark.parametrize("architecture", SMALL)
+def test_a_small_one_of_each_family(architecture):
+    if not timm.is_model(architecture):
+        pytest.skip(f"timm {timm.__version__} has no {architecture}")
+    check(architecture, SMALL[architecture])
+
+
+def test_every_family_has_a_small_one_here():
+    families = {model_entrypoint(name).__module__ for name in SMALL if timm.is_model(name)}
+    with_models = {f"timm.models.{name}" for name, module in ewa._families.items() if module.__all__}
+    assert families == with_models
+
+
+def test_every_pretrained_tag_of_timm_is_there_with_its_repository():
+    assert len(ewa.architectures()) > 450
+    for architecture in ewa.architectures():
+        stock, ours = (get_arch_pretrained_cfgs(name) for name in (architecture, f"{architecture}_ewa_moe"))
+        assert [(cfg.tag, cfg.hf_hub_id) for cfg in ours.values()] == [
+            (cfg.tag, cfg.hf_hub_id) for cfg in stock.values()
+        ]
+        assert all(cfg.architecture == f"{architecture}_ewa_moe" for cfg in ours.values())
+
+
+def test_timm_lists_them_with_their_family():
+    listed = list_models("swin_tiny*", module="swin_transformer")
+    assert {"swin_tiny_patch4_window7_224", "swin_tiny_patch4_window7_224_ewa_moe"} <= set(listed)
+    assert "swin_tiny_patch4_window7_224_ewa_moe.ms_in1k" in timm.list_pretrained("swin_tiny*")
+
+
+def test_short_names_stay_what_they_were():
+    assert model_entrypoint("vit_small_ewa_moe").__module__ == "timm_moe.models.vision_transformer"
+    assert {"vit_tiny", "vit_small", "vit_base", "vit_large", "vit_xtiny"}.isdisjoint(ewa.architectures())
+
+
+def test_stock_models_stay_stock():
+    timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN)
+    stock = timm.create_model("swin_tiny_patch4_window7_224", **TINY_SWIN)
+    assert type(stock) is timm.models.SwinTransformer
+    assert not timm_moe.moe_layers(stock)
+
+
+def test_options_and_features():
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224_ewa_moe", num_experts=3, moe_layers="1,2", share_rate=0.1, **TINY_SWIN
+    )
+    assert list(timm_moe.moe_layers(model)) == ["layers.1.blocks.0.mlp", "layers.2.blocks.0.mlp"]
+    assert {(layer.num_experts, layer.share_rate) for layer in timm_moe.moe_layers(model).values()} == {(3, 0.1)}
+    weight = model.layers[1].blocks[0].mlp.fc1.weight
+    assert not torch.equal(weight[0], weight[1])  # from scratch
+    features = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", features_only=True, **TINY_SWIN)
+    assert [feature.shape[-1] for feature in features(torch.randn(1, 3, 64, 64))] == [16, 32, 64, 128]
+    with pytest.raises(ValueError, match="share_rate must lie between 0"):
+        timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", share_rate=2, **TINY_SWIN)
+
+
+def test_a_model_is_pickled_and_saved_as_it_is(tmp_path):
+    model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN).eval()
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+    timm_moe.callbacks.export.export_moe(model, tmp_path / "moe")
+    images = torch.randn(2, 3, 64, 64)
+    torch.save((images, model(images).detach()), tmp_path / "outputs.pt")
+    code = f"""
+import pickle, timm, torch, timm_moe
+images, expected = torch.load({str(tmp_path / "outputs.pt")!r})
+with open({str(tmp_path / "model.pickle")!r}, "rb") as file:
+    model = pickle.load(file)
+assert torch.equal(model(images), expected)
+loaded = timm.create_model("local-dir:{tmp_path}/moe", pretrained=True).eval()
+assert type(loaded) is type(model) and torch.equal(loaded(images), expected)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_dense_checkpoint_is_upcycled_from_a_file(tmp_path):
+    dense = timm.create_model("swin_tiny_patch4_window7_224", **TINY_SWIN).eval()
+    save_file(dense.state_dict(), tmp_path / "dense.safetensors")
+    images = torch.randn(2, 3, 64, 64)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224_ewa_moe", checkpoint_path=str(tmp_path / "dense.safetensors"), **TINY_SWIN
+    )
+    assert torch.equal(model.eval()(images), dense(images))
+    overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224_ewa_moe.ms_in22k", pretrained=True, pretrained_cfg_overlay=overlay, **TINY_SWIN
+    )
+    assert torch.equal(model.eval()(images), dense(images))
+
+
+@pytest.mark.parametrize("architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"])
+def test_the_page_of_the_models(architecture):
+    page = (Path(__file__).parents[1] / "docs/models.md").read_text()
+    if f"`{architecture}_ewa_moe`" in page:  # else timm is newer than the page
+        assert row(architecture) in page.splitlines()
+
+
+def test_networks_that_must_not_be_divided_are_not_found():
+    with torch.device("meta"):
+        mixer = timm.create_model("mixer_s16_224")
+        relative = timm.create_model("vit_srelpos_small_patch16_224")
+        pooling = timm.create_model("vit_base_patch16_siglip_224")
+        tnt = timm.create_model("tnt_s_patch16_224", depth=2)
+        gmlp = timm.create_model("gmlp_ti16_224")
+    paths = timm_moe.convert.ffn_paths
+    assert paths(mixer) == [f"blocks.{block}.mlp_channels" for block in range(8)]
+    assert paths(relative) == [f"blocks.{block}.mlp" for block in range(12)]
+    assert paths(pooling) == [f"blocks.{block}.mlp" for block in range(12)]
+    assert paths(tnt) == ["blocks.0.mlp_in", "blocks.0.mlp", "blocks.1.mlp_in", "blocks.1.mlp"]
+    assert paths(gmlp) == []
