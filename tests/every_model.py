@@ -93,7 +93,7 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     model.pretrained_cfg.pop("state_dict")
     assert timm_moe.moe_layers(model)
     assert model.pretrained_cfg["architecture"] == f"{architecture}_ewa_moe"
-    images = torch.randn(2, *model_input_size(dense))
+    images = torch.randn(2, *model_input_size(model))
     with torch.no_grad():
         for expected, actual in zip(_tensors(dense(images)), _tensors(model(images)), strict=True):
             assert torch.isfinite(expected).all(), "the stock model gives NaN"

@@ -84,7 +84,7 @@ def is_named_after_stock(name: str) -> bool:
     """Whether a model is the EWA form of the architecture of timm that its name begins with."""
     architecture = name.partition(".")[0]
     stock = architecture.removesuffix("_ewa_moe")
-    return stock != architecture and timm.is_model(stock) and is_registered_here(name)
+    return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
 
 
 def weightless_model(name: str, **kwargs: Any) -> nn.Module:
