@@ -1,6 +1,5 @@
 """Classifiers and a folder of images to run them on, checked against each other before the first forward."""
 
-import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -9,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_loader, resolve_data_config
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from .callbacks.source import ModelSpec, load_source, training_args
+from .callbacks.source import ModelSpec, describe, load_source, training_args
 from .model_config import model_input_size
 
 _logger = logging.getLogger(__name__)
@@ -163,12 +164,15 @@ def batches(
     """All images in batches on the device, in order: (B, C, H, W) for each model, and their labels (B,).
 
     Models of the same preprocessing share a loader. The log tells the progress.
+
+    Raises:
+        ValueError: if an image cannot be read.
     """
     configs = [preprocessing(model) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
     loaders = [_loader(images, config, inference) for config in distinct]
     done, told = 0, time.monotonic()
-    for parts in zip(*loaders, strict=True):
+    for parts in _naming_what_fails(zip(*loaders, strict=True)):
         labels = parts[0][1]
         yield [parts[distinct.index(config)][0] for config in configs], labels
         done += len(labels)
@@ -177,11 +181,43 @@ def batches(
             _logger.info("%s: %s of %s images ...", Path(images.reader.root), f"{done:,}", f"{len(images):,}")
 
 
+class _Images(Dataset):
+    """Those of timm's dataset, but that one which cannot be read is an error: timm takes the next one in its place."""
+
+    def __init__(self, images: ImageDataset, mode: str):
+        self.reader = images.reader
+        self.mode = mode
+        self.transform: Any = None  # timm's create_loader sets it
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        try:
+            file, label = self.reader[index]
+            image = Image.open(file).convert(self.mode)
+        except Exception as error:  # a damaged image may end in anything
+            raise _UnreadableImage(
+                f"The image {self.reader.filename(index, absolute=True)} cannot be read: {describe(error)}"
+            ) from error
+        return self.transform(image), label
+
+
+class _UnreadableImage(ValueError):
+    pass
+
+
+def _naming_what_fails(parts: Iterator[Any]) -> Iterator[Any]:
+    """Says of an unreadable image what a worker process said, without the traceback that its loader adds."""
+    try:
+        yield from parts
+    except _UnreadableImage as error:
+        raise ValueError(str(error).rpartition(f"{_UnreadableImage.__name__}: ")[2].strip()) from error
+
+
 def _loader(images: ImageDataset, config: dict[str, Any], inference: Inference) -> Any:
-    images = copy.copy(images)  # the transform that the loader sets is its own
-    images.input_img_mode = "RGB" if config["input_size"][0] == 3 else "L"
     return create_loader(
-        images,
+        _Images(images, "RGB" if config["input_size"][0] == 3 else "L"),
         **config,
         batch_size=inference.batch_size,
         num_workers=inference.workers,

@@ -323,8 +323,10 @@ def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    if target.is_dir():
-        for file in folder.iterdir():
-            os.replace(file, target / file.name)
-    else:
+    """Put the model in its place; at no moment does a config.json stand beside weights that are not its own."""
+    if not target.is_dir():
         os.replace(folder, target)
+        return
+    (target / "config.json").unlink(missing_ok=True)
+    for name in ("model.safetensors", "config.json"):
+        os.replace(folder / name, target / name)

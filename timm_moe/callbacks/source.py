@@ -85,6 +85,7 @@ def _training_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
+    _require_checksums(path)
     train_args = _training_args(checkpoint)
     state_dict = _state_dict(checkpoint, path, use_ema)
     name = spec.name or train_args.get("model")
@@ -161,13 +162,30 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if needed:
             raise ValueError(f"{path} runs code when it is read ({', '.join(needed)}), which is refused.") from error
         raise ValueError(f"{damaged}.") from error
-    except OSError:
-        raise
     except Exception as error:  # a file that is no checkpoint may end in anything
+        if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
+            raise
         raise ValueError(f"{damaged}.") from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
     return checkpoint
+
+
+def _require_checksums(path: Path) -> None:
+    """Raise ValueError if what a zip file holds does not match its checksums, at which torch.load does not look.
+
+    Where all of them are 0, torch.save was told to write none.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            checked = any(record.CRC for record in archive.infolist())
+            damaged = archive.testzip() if checked else None
+    except Exception as error:  # whatever a damaged directory of a zip file raises
+        raise ValueError(f"{path} is damaged or not a checkpoint.") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: {damaged} in it does not match its checksum.")
 
 
 def _globals_needed(path: Path) -> list[str]:

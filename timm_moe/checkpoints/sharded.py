@@ -59,7 +59,9 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     try:
         shard_count = index["shard_count"]
         entries = [_entry(path, leaf, shard_count) for path, leaf in _leaves(index["index"], "")]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if type(shard_count) is not int or not entries:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index_file} is damaged, or no index of a sharded checkpoint.") from error
     shard_files = _shard_files(prefix, shard_count)
     in_params = any(entry.path.startswith("params/") for entry in entries)

@@ -1,0 +1,589 @@
+"""Damaged and hostile inputs for every command that reads files; see docs/robustness.md.
+
+    python tests/stress/damage.py --number 1000 --seed 0
+
+Each case takes a fresh copy of intact files, damages it, and runs the command in a process of its own, forked from this
+one, which has imported everything. A table tells how they ended:
+
+- refused: exit status 1 and one sentence;
+- harmless: success, and the result is that of the intact files bit for bit;
+- other: success with another result, where the format gives no means of telling (weights without checksum, a
+  config.json that states another valid option);
+- FAILED: anything else. The process died of a signal, ran into the time limit, took too much memory, ran code of the
+  file, ended in a traceback, left files behind, or gave another result where the damage can be told.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import timm_moe
+from timm_moe import evaluation, routes  # noqa: F401  (imported before the forks)
+from timm_moe.cli import main
+
+#: Seconds and bytes that a command may take on the tiny files, beyond what this process has before.
+TIME_LIMIT, MEMORY_LIMIT = 20, 400 << 20
+#: What no command may reach even where memory is claimed that is never touched.
+ADDRESS_SPACE = 64 << 30
+
+#: Appears if code of a file is run.
+MARKER = "it-ran"
+VIT = dict(img_size=16, patch_size=8, embed_dim=16, depth=4, num_heads=2)
+VMOE = Path(__file__).parent.parent / "data/vmoe"
+
+
+class Code:
+    """Its pickle creates the marker when it is loaded."""
+
+    CALLS = (
+        (os.system, (f"touch {MARKER}",)),
+        (exec, (f"open({MARKER!r}, 'w')",)),
+        (eval, (f"open({MARKER!r}, 'w')",)),
+        (open, (MARKER, "w")),
+        (os.mkdir, (MARKER,)),
+    )
+
+    def __init__(self, call: tuple[Callable, tuple]):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+@dataclass
+class Case:
+    """A command, what to do to its input first, and whether another result may be a success."""
+
+    arguments: list[str]
+    damage: Callable[[Path, random.Random], None]
+    other: bool = False
+
+
+# --- intact files
+
+
+def make_originals(folder: Path) -> None:
+    """Everything that a command reads, tiny."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_ewa_moe", num_classes=3, **VIT)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train()(torch.randn(4, 3, 16, 16)).square().mean().backward()
+    optimizer.step()
+    _save_checkpoint(folder / "last.pth.tar", model, "vit_tiny_ewa_moe", optimizer=optimizer.state_dict())
+    _save_checkpoint(folder / "legacy.pth", model, "vit_tiny_ewa_moe", zipped=False)
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    routed = timm.create_model("vit_tiny_moe", num_classes=3, **VIT)
+    _save_checkpoint(folder / "routed.pth.tar", routed, "vit_tiny_moe")
+    run(["export", "--moe", "routed.pth.tar", "folder"], folder)
+    for file in VMOE.glob("vmoe_tiny.*"):
+        shutil.copy(file, folder)
+    noise = np.random.default_rng(0)
+    for name in ("a", "b", "c"):
+        (folder / "images/test" / name).mkdir(parents=True)
+        for index in range(3):
+            image = Image.fromarray(noise.integers(0, 255, (16, 16, 3), np.uint8))
+            image.save(folder / f"images/test/{name}/{index}.{'png' if index else 'jpg'}")
+    (folder / "classes.txt").write_text("a\nb\nc\n")
+
+
+def _save_checkpoint(file: Path, model, name: str, zipped: bool = True, **more) -> None:
+    args = argparse.Namespace(model=name, num_classes=3, model_kwargs=dict(VIT), mean=[0.5] * 3, epochs=3, opt="adamw")
+    state = {"epoch": 1, "arch": name, "args": args, "state_dict": model.state_dict(), **more}
+    torch.save(state, file, _use_new_zipfile_serialization=zipped)
+
+
+# --- damages of bytes
+
+
+def cut(file: Path, rng: random.Random) -> None:
+    size = file.stat().st_size
+    os.truncate(file, rng.choice([0, 1, 8, rng.randrange(size), rng.randrange(size), size - 1]))
+
+
+def flip(file: Path, rng: random.Random) -> None:
+    """One to eight bytes, anywhere or where the format says what it holds: its head and its tail."""
+    content = bytearray(file.read_bytes())
+    low, high = rng.choice([(0, len(content)), (0, min(600, len(content))), (max(0, len(content) - 600), len(content))])
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        content[rng.randrange(low, high)] ^= rng.randrange(1, 256)
+    file.write_bytes(content)
+
+
+def overwrite(file: Path, rng: random.Random) -> None:
+    """A stretch of zeros or noise, or one that is missing or there twice."""
+    content = file.read_bytes()
+    start = rng.randrange(len(content))
+    length = rng.choice([1, 16, 512, 4096])
+    between = rng.choice([bytes(length), rng.randbytes(length), b"", content[start : start + length] * 2])
+    file.write_bytes(content[:start] + between + content[start + length :])
+
+
+def nonsense(file: Path, rng: random.Random) -> None:
+    """Another kind of file altogether."""
+    size = file.stat().st_size
+    png = b"\x89PNG\r\n\x1a\n" + rng.randbytes(99)
+    file.write_bytes(rng.choice([rng.randbytes(size), bytes(size), b"PK\x03\x04" + rng.randbytes(size), png, b"{}", b"[]"]))
+
+
+def of_file(name: str, damage: Callable[[Path, random.Random], None]) -> Callable[[Path, random.Random], None]:
+    return lambda folder, rng: damage(folder / name, rng)
+
+
+# --- damages of contents
+
+#: Values that no field of a config or checkpoint expects.
+HOSTILE = (
+    None, True, -1, 0, 7, 1.5, 1e300, 10**9, 10**15, 10**30, "", "x", "../../../etc/passwd", "/dev/zero", "\x00", "é" * 9,
+    f"__import__('os').system('touch {MARKER}')", f"$(touch {MARKER})", "hf-hub:nobody/nothing", "local-dir:/dev", "%s" * 9,
+    "x" * 99999, [], [0], [1, 2, 3], [10**9] * 3, [[]], {}, {"x": {}}, {"file": "evil.pth"},
+)  # fmt: skip
+
+
+def _hostile(rng: random.Random):
+    return rng.choice(HOSTILE)
+
+
+def _change_somewhere(tree: dict, rng: random.Random) -> None:
+    """Remove, retype or replace a value of a nested dictionary, or add one."""
+    places = [(tree, key) for key in tree]
+    places += [(child, key) for child in tree.values() if isinstance(child, dict) for key in child]
+    holder, key = rng.choice(places)
+    action = rng.choice(["remove", "replace", "replace", "replace", "add", "text"])
+    if action == "remove":
+        del holder[key]
+    elif action == "add":
+        holder[rng.choice(["checkpoint_path", "pretrained_cfg", "num_experts", "url", "file", "custom_load"])] = _hostile(rng)
+    else:
+        holder[key] = str(holder[key]) if action == "text" else _hostile(rng)
+
+
+def hostile_config(folder: Path, rng: random.Random) -> None:
+    file = folder / "folder/config.json"
+    config = json.loads(file.read_text())
+    for _ in range(rng.choice([1, 1, 2])):
+        _change_somewhere(config, rng)
+    file.write_text(json.dumps(config))
+
+
+def hostile_args(folder: Path, rng: random.Random) -> None:
+    """Fields of a checkpoint, those of train.py's arguments among them."""
+    file = folder / "last.pth.tar"
+    checkpoint = torch.load(file, weights_only=False)
+    content = {**checkpoint, "args": vars(checkpoint["args"])}
+    target = rng.choice([content, content["args"], content["args"], {"model_kwargs": content["args"]["model_kwargs"]}])
+    _change_somewhere(target, rng)
+    if isinstance(content.get("args"), dict):
+        content["args"] = argparse.Namespace(**{str(key): value for key, value in content["args"].items()})
+    torch.save(content, file)
+
+
+def hostile_tensors(folder: Path, rng: random.Random) -> None:
+    """Weights that are not those of the model: other shapes, types, names, missing, not dense."""
+    file = folder / "last.pth.tar"
+    checkpoint = torch.load(file, weights_only=False)
+    weights = checkpoint["state_dict"]
+    name = rng.choice(list(weights))
+    tensor = weights[name]
+    replacement = rng.choice([
+        None, 3, tensor[:1], tensor.flatten(), tensor.new_zeros(0), tensor.new_zeros(()), torch.zeros(1).expand(10**12),
+        tensor.to_sparse(), torch.empty(tensor.shape, device="meta"), tensor.bool(), tensor.to(torch.complex64),
+        torch.full_like(tensor, float("nan")), [tensor], tensor.unsqueeze(0), {"x": tensor},
+    ])  # fmt: skip
+    if replacement is None:
+        del weights[name]
+    else:
+        weights[rng.choice([name, name, name, f"{name}x"])] = replacement
+    torch.save(checkpoint, file)
+
+
+def code(name: str) -> Callable[[Path, random.Random], None]:
+    """A pickle that runs code, under any name."""
+
+    def write(folder: Path, rng: random.Random) -> None:
+        payload = Code(rng.choice(Code.CALLS))
+        where = rng.choice(["all", "state_dict", "args", "tensor", "key"])
+        content = payload if where == "all" else torch.load(folder / "last.pth.tar", weights_only=False)
+        if where in ("state_dict", "args"):
+            content[where] = payload
+        elif where == "tensor":
+            content["state_dict"]["head.bias"] = payload
+        elif where == "key":
+            content[payload] = 0
+        if rng.random() < 0.3:
+            (folder / name).write_bytes(pickle.dumps(content, rng.choice([0, 2, 4])))
+        else:
+            torch.save(content, folder / name, _use_new_zipfile_serialization=rng.random() < 0.5)
+
+    return write
+
+
+def code_in_folder(folder: Path, rng: random.Random) -> None:
+    for file in (folder / "folder").glob("*.safetensors"):
+        file.unlink()
+    name = rng.choice(["model.safetensors", "pytorch_model.bin", "model.pth", "any.pth", "any.bin", "x.pth.tar"])
+    code(f"folder/{name}")(folder, rng)
+
+
+def lying_header(name: str) -> Callable[[Path, random.Random], None]:
+    """A safetensors header that claims what is not so."""
+
+    def damage(folder: Path, rng: random.Random) -> None:
+        content = (folder / name).read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+        tensor = header[rng.choice([key for key in header if key != "__metadata__"])]
+        kind = rng.choice(["length", "shape", "offsets", "dtype", "type", "shrink", "nested", "many"])
+        if kind == "shape":
+            tensor["shape"] = rng.choice([[10**15], [2**63], [2**32, 2**32], [-1], [0], [], [1.5], "x", tensor["shape"] * 9])
+        elif kind == "offsets":
+            begin, end = tensor["data_offsets"]
+            tensor["data_offsets"] = rng.choice([
+                [0, 10**15], [end, begin], [begin + 1, end + 1], [-1, end], [2**64, 2**64 + 1], [begin], None, [0, end],
+                [0, len(data) + 1],
+            ])  # fmt: skip
+        elif kind == "dtype":
+            tensor["dtype"] = rng.choice(["F64", "I8", "BOOL", "F8_E4M3", "x", 3, None])
+        elif kind == "type":
+            header[rng.choice(list(header))] = _hostile(rng)
+        elif kind == "nested":
+            header["__metadata__"] = {"x": rng.choice([{}, [], 1, None])}
+        elif kind == "many":
+            header |= {f"x{n}": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4]} for n in range(999)}
+        text = json.dumps(header).encode()
+        if kind == "nested" and rng.random() < 0.5:
+            text = b'{"x":' * 50000 + b"{}" + b"}" * 50000
+        size = len(text)
+        if kind == "length":
+            size = rng.choice([0, 1, 7, size - 1, size + 1, 10**8 - 1, 10**8 + 1, 10**15, 2**63, 2**64 - 1])
+        elif kind == "shrink":
+            data = data[: rng.randrange(len(data))]
+        (folder / name).write_bytes(struct.pack("<Q", size) + text + data)
+
+    return damage
+
+
+def claiming_index(folder: Path, rng: random.Random) -> None:
+    """An index of a V-MoE checkpoint, whole msgpack, that claims what is not so."""
+    file = folder / "vmoe_tiny.index"
+    index = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
+    kind = rng.choice(["shards", "shape", "leaf", "tree", "deep", "names", "bomb"])
+    path = ["index", *rng.choice([["cls"], ["head", "bias"], ["Encoder", "encoder_norm", "scale"]])]
+    holder = index
+    for part in path[:-1]:
+        holder = holder[part]
+    if kind == "shards":
+        index["shard_count"] = rng.choice([0, -1, 1, 4, 3.0, 10**9, 2**63, "3", None, [3], True])
+    elif kind == "shape":
+        info, slices, shards = msgpack.unpackb(holder[path[-1]].data)
+        shape, dtype, *rest = msgpack.unpackb(info)
+        shape = rng.choice([[10**15], [2**62, 4], [-1], [], [1.5], "x", [0], [*shape, 10**12], shape * 50])
+        dtype = rng.choice([dtype, "float64", "load", "__name__", "Tensor", "int8", "", 3])
+        bounds = [msgpack.packb([0, size, None]) for size in shape] if isinstance(shape, list) else []
+        slices = rng.choice([slices, [msgpack.packb(bounds)] * len(shards), []])
+        holder[path[-1]] = msgpack.ExtType(8, msgpack.packb([msgpack.packb([shape, dtype, *rest]), slices, shards]))
+    elif kind == "leaf":
+        holder[path[-1]] = rng.choice([None, 3, b"", msgpack.ExtType(8, b""), msgpack.ExtType(9, b"x"), [], "x", {}])
+    elif kind == "tree":
+        index["index"] = rng.choice([{}, [], None, 3, {1: {2: 3}}, {b"x": {}}])
+    elif kind == "names":
+        holder[rng.choice(["x", "", "../x", "params/x", 3, "x" * 9999])] = holder[path[-1]]
+    packed = msgpack.packb(index)
+    if kind == "deep":
+        packed = b"\x82\xabshard_count\x03\xa5index" + b"\x81\xa1x" * rng.choice([500, 1000, 9999]) + b"\x80"
+    elif kind == "bomb":
+        packed = rng.choice([b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x08"])
+    file.write_bytes(packed)
+
+
+def damaged_image(folder: Path, rng: random.Random) -> None:
+    files = sorted((folder / "images/test").rglob("*.*"))
+    rng.choice([cut, cut, flip, nonsense])(rng.choice(files), rng)
+
+
+def damaged_classes(folder: Path, rng: random.Random) -> None:
+    rng.choice([cut, flip, nonsense, lambda file, rng: file.write_text(rng.choice(["a\n", "a\na\na\n", "x\ny\nz\n", "../a\n"]))])(
+        folder / "classes.txt", rng
+    )
+
+
+def damaged_images_folder(folder: Path, rng: random.Random) -> None:
+    test = folder / "images/test"
+    rng.choice([
+        lambda: shutil.rmtree(test / "a"),
+        lambda: shutil.rmtree(test),
+        lambda: (test / "d").mkdir(),
+        lambda: (test / "d").mkdir() or shutil.copy(test / "a/0.jpg", test / "d"),
+        lambda: os.symlink("/dev/zero", test / "a/zero.png"),
+        lambda: os.symlink("nowhere", test / "a/gone.png"),
+        lambda: os.symlink("..", test / "a/loop"),
+        lambda: (test / "a/folder.png").mkdir(),
+    ])()  # fmt: skip
+
+
+# --- cases
+
+EXPORT = ["export", "last.pth.tar", "out"]
+SAFETENSORS = [
+    *("export", "weights.safetensors", "out", "--model", "vit_tiny_ewa_moe", "--num-classes", "3", "--model-kwargs"),
+    *(f"{name}={value}" for name, value in VIT.items()),
+]
+FOLDER = ["export", "--moe", "folder", "out"]
+IMPORT = ["import-vmoe", "vmoe_tiny", "out.safetensors"]
+IMAGES = ["--data-dir", "images", "--split", "test", "-j", "0", "-b", "4"]
+EVALUATE = ["evaluate", "routed.pth.tar", *IMAGES, "--json", "out.json"]
+ROUTES = ["routes", "folder", "out", *IMAGES]
+SHARDS = ("vmoe_tiny.data-00000-of-00003", "vmoe_tiny.data-00002-of-00003")
+
+BYTES = {"cut": cut, "bytes flipped": flip, "stretch lost": overwrite, "another kind": nonsense}
+
+
+def _byte_cases(arguments: list[str], file: str, blind: bool) -> list[tuple[str, Case]]:
+    """Damages of a file's bytes; in a blind format some cannot be told from other contents."""
+    return [
+        (name, Case(arguments, of_file(file, damage), other=blind and name in ("bytes flipped", "stretch lost")))
+        for name, damage in BYTES.items()
+    ]
+
+
+CASES: dict[str, list[tuple[str, Case]]] = {
+    "train.py checkpoint": [
+        *_byte_cases(EXPORT, "last.pth.tar", blind=False),
+        ("hostile fields", Case(EXPORT, hostile_args, other=True)),
+        ("hostile tensors", Case(EXPORT, hostile_tensors, other=True)),
+        ("code", Case(EXPORT, code("last.pth.tar"))),
+    ],
+    "old .pth (no zip)": [
+        *_byte_cases(["export", "legacy.pth", "out"], "legacy.pth", blind=True),
+        ("code", Case(["export", "legacy.pth", "out"], code("legacy.pth"))),
+    ],
+    "safetensors": [
+        *_byte_cases(SAFETENSORS, "weights.safetensors", blind=True),
+        ("lying header", Case(SAFETENSORS, lying_header("weights.safetensors"), other=True)),
+        ("code", Case(SAFETENSORS, code("weights.safetensors"))),
+    ],
+    "folder": [
+        *_byte_cases(FOLDER, "folder/config.json", blind=True),
+        *_byte_cases(FOLDER, "folder/model.safetensors", blind=True),
+        ("hostile config", Case(FOLDER, hostile_config, other=True)),
+        ("hostile config", Case(["export", "folder", "out", "--method", "sum"], hostile_config, other=True)),
+        ("lying header", Case(FOLDER, lying_header("folder/model.safetensors"), other=True)),
+        ("code", Case(FOLDER, code_in_folder)),
+    ],
+    "V-MoE checkpoint": [
+        *_byte_cases(IMPORT, "vmoe_tiny.index", blind=False),
+        *[case for shard in SHARDS for case in _byte_cases(IMPORT, shard, blind=True)],
+        ("lying index", Case(IMPORT, claiming_index)),
+    ],
+    "evaluate": [
+        ("cut image", Case(EVALUATE, damaged_image, other=True)),
+        ("folder of images", Case(EVALUATE, damaged_images_folder, other=True)),
+        ("class map", Case([*EVALUATE, "--class-map", "classes.txt"], damaged_classes, other=True)),
+        *_byte_cases(EVALUATE, "routed.pth.tar", blind=False),
+    ],
+    "routes": [
+        ("cut image", Case(ROUTES, damaged_image, other=True)),
+        ("folder of images", Case(ROUTES, damaged_images_folder, other=True)),
+        ("hostile config", Case(ROUTES, hostile_config, other=True)),
+        *_byte_cases(ROUTES, "folder/model.safetensors", blind=True),
+    ],
+}  # fmt: skip
+
+
+# --- running a case
+
+
+@dataclass
+class Ending:
+    """How a command ended: wait status, what it said, seconds, and bytes at its peak beyond those at its start."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+    memory: int
+
+
+def run(arguments: list[str], folder: Path, output: Path | None = None) -> Ending:
+    """Run a command in a forked process."""
+    output = output or folder
+    begin, resident = time.monotonic(), _resident()
+    child = os.fork()
+    if child == 0:
+        _run_in_child(arguments, folder, output)
+    status, usage = _wait(child, begin + TIME_LIMIT)
+    stdout, stderr = ((output / f".{name}").read_text(errors="replace") for name in ("stdout", "stderr"))
+    for name in ("stdout", "stderr"):
+        (output / f".{name}").unlink()
+    return Ending(status, stdout, stderr, time.monotonic() - begin, (usage.ru_maxrss << 10) - resident)
+
+
+def _run_in_child(arguments: list[str], folder: Path, output: Path) -> None:
+    status = 70
+    try:
+        os.setsid()
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(output / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.chdir(folder)
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+        status = main(arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int, deadline: float):
+    while True:
+        done, status, usage = os.wait4(child, os.WNOHANG)
+        if done:
+            return status, usage
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            _, status, usage = os.wait4(child, 0)
+            return -1, usage
+        time.sleep(0.005)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def result_of(folder: Path):
+    """What a command wrote, comparable; None if it wrote nothing."""
+    if (folder / "out.safetensors").exists():
+        return _tensors(folder / "out.safetensors"), None
+    if (folder / "out/model.safetensors").exists():
+        return _tensors(folder / "out/model.safetensors"), json.loads((folder / "out/config.json").read_text())
+    for file in (folder / "out.json", folder / "out/routes.json"):
+        if file.exists():
+            return {}, json.loads(file.read_text())
+    return None
+
+
+def _tensors(file: Path):
+    with safe_open(file, "pt") as opened:
+        return load_file(file), opened.metadata()
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, type(a)) and len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def judge(case: Case, ending: Ending, before: set[str], folder: Path, expected) -> tuple[str, str]:
+    """(outcome, why)."""
+    left = {path.name for path in folder.iterdir()} - before
+    if (folder / MARKER).exists():
+        return "FAILED", "code was run"
+    if ending.status == -1:
+        return "FAILED", "time limit"
+    if os.WIFSIGNALED(ending.status):
+        return "FAILED", f"signal {os.WTERMSIG(ending.status)}"
+    if ending.memory > MEMORY_LIMIT:
+        return "FAILED", f"took {ending.memory >> 20} MiB"
+    if os.WEXITSTATUS(ending.status):
+        errors = [line for line in ending.stderr.splitlines() if line.startswith("timm-moe: error: ")]
+        if os.WEXITSTATUS(ending.status) != 1 or len(errors) != 1 or "Traceback" in ending.stderr + ending.stdout:
+            return "FAILED", "not one sentence"
+        return ("FAILED", f"left {', '.join(sorted(left))}") if left else ("refused", errors[0])
+    if same(result_of(folder), expected):
+        return "harmless", ""
+    return ("other" if case.other else "FAILED"), "success with another result"
+
+
+def run_cases(number: int, seed: int, only: str = "") -> tuple[dict[tuple[str, str], Counter], list[str]]:
+    """Run so many cases, spread evenly; returns the outcomes by input and damage, and the failures."""
+    torch.set_num_threads(1)
+    flat = [(kind, name, case) for kind, cases in CASES.items() for name, case in cases if only in kind]
+    outcomes: dict[tuple[str, str], Counter] = defaultdict(Counter)
+    failures, sentences, told = [], {}, time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        originals, folder = Path(temporary, "originals"), Path(temporary, "case")
+        originals.mkdir()
+        make_originals(originals)
+        expected = {}
+        for index in range(number):
+            kind, name, case = flat[index % len(flat)]
+            key = tuple(case.arguments)
+            if key not in expected:
+                shutil.copytree(originals, folder)
+                ending = run(case.arguments, folder)
+                assert ending.status == 0, ending.stderr
+                expected[key] = result_of(folder)
+                shutil.rmtree(folder)
+            shutil.copytree(originals, folder)
+            case.damage(folder, random.Random(f"{seed} {index}"))
+            before = {path.name for path in folder.iterdir()}
+            ending = run(case.arguments, folder)
+            outcome, why = judge(case, ending, before, folder, expected[key])
+            outcomes[kind, name][outcome] += 1
+            if outcome == "FAILED":
+                failures.append(f"{index}: {kind}, {name}: {why}\n{ending.stderr[-1500:]}")
+            elif outcome == "refused":
+                sentences.setdefault(why[:60], f"{index} {kind}, {name}: {why}")
+            shutil.rmtree(folder)
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                print(f"{index + 1} of {number} ...", file=sys.stderr)
+    if os.environ.get("SHOW_SENTENCES"):
+        print("\n".join(sentences.values()))
+    return outcomes, failures
+
+
+COLUMNS = ("refused", "harmless", "other", "FAILED")
+
+
+def table(outcomes: dict[tuple[str, str], Counter]) -> str:
+    lines = ["| input | damage | cases | " + " | ".join(COLUMNS) + " |", "|---|---|---:|" + "---:|" * len(COLUMNS)]
+    total: Counter = Counter()
+    for (kind, name), counts in outcomes.items():
+        total.update(counts)
+        lines.append(_row(kind, name, counts))
+    return "\n".join([*lines, _row("all", "", total)])
+
+
+def _row(kind: str, name: str, counts: Counter) -> str:
+    return f"| {kind} | {name} | {counts.total()} | " + " | ".join(str(counts[column]) for column in COLUMNS) + " |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=1000, help="cases (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--only", default="", help="part of the name of an input")
+    args = parser.parse_args()
+    outcomes, failures = run_cases(args.number, args.seed, args.only)
+    print(table(outcomes))
+    print(f"timm_moe {timm_moe.__version__}, timm {timm.__version__}, torch {torch.__version__}")
+    print(*failures, sep="\n")
+    sys.exit(bool(failures))
