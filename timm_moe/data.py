@@ -57,14 +57,21 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
 
     Raises:
         FileNotFoundError: if there is no such folder or split, or no image of a class in it.
+        ValueError: if the class map is damaged, or a pickle.
     """
     folder = Path(data_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no data folder {folder}.")
+    if str(class_map).endswith(".pkl"):
+        raise ValueError(f"{class_map} may run code when it is read: write the names of the classes to a text file.")
     try:
         dataset = create_dataset("", root=str(folder), split=split, class_map=class_map)  # type: ignore[arg-type]
     except RuntimeError as error:
         raise FileNotFoundError(f"{folder} has no image of a class in its split {split!r}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The class map {class_map} is no text.") from error
+    if sorted(dataset.reader.class_to_idx.values()) != list(range(len(dataset.reader.class_to_idx))):
+        raise ValueError(f"The class map {class_map} names a class twice.")
     if split and dataset.reader.root == str(folder):  # where timm finds no split, it takes all there is
         found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())[:5])
         raise FileNotFoundError(
@@ -217,7 +224,7 @@ def _naming_what_fails(parts: Iterator[Any]) -> Iterator[Any]:
 
 def _loader(images: ImageDataset, config: dict[str, Any], inference: Inference) -> Any:
     return create_loader(
-        _Images(images, "RGB" if config["input_size"][0] == 3 else "L"),
+        _Images(images, "RGB" if config["input_size"][0] == 3 else "L"),  # type: ignore[arg-type]
         **config,
         batch_size=inference.batch_size,
         num_workers=inference.workers,

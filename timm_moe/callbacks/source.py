@@ -91,7 +91,11 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     name = spec.name or train_args.get("model")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
-    args = {**_model_args(train_args), **_spec_args(spec)}
+    try:
+        args = {**_model_args(train_args), **_spec_args(spec)}
+    except TypeError as error:
+        raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
+    _require_possible(args, path.stat().st_size, path)
     model = _create(name, **args)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         given = {option: value for option, value in args.items() if value is not None}
@@ -116,6 +120,9 @@ def _create(name: str, **kwargs: Any) -> nn.Module:
             "with --model local-dir:FOLDER."
         )
     try:
+        if name.startswith("local-dir:"):
+            size = sum(file.stat().st_size for file in Path(name.removeprefix("local-dir:")).iterdir())
+            _require_possible(_saved_args(name), size, "config.json")
         return timm.create_model(name, **kwargs)
     except Exception as error:  # a damaged folder or argument may end in anything
         raise ValueError(f"{name} cannot be created: {_first_problem(error)}") from error
@@ -126,7 +133,15 @@ def _saved_args(name: str) -> dict[str, Any]:
     if not name.startswith("local-dir:"):
         return {}
     config = json.loads(Path(name.removeprefix("local-dir:"), "config.json").read_text())
-    return config.get("model_args") or {}
+    return {"num_classes": config.get("num_classes"), **(config.get("model_args") or {})}
+
+
+def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
+    """Raise ValueError if an argument exceeds the bytes of all weights, before room is made for what it states."""
+    for name, value in args.items():
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, (int, float)) and number > size:
+                raise ValueError(f"{origin} states {name}={number:g}, too much for weights of {size:,} bytes.")
 
 
 def _first_problem(error: Exception) -> str:
