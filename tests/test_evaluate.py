@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import re
+import shutil
 import sys
 from itertools import combinations
 
@@ -202,6 +205,34 @@ def test_errors_are_one_sentence_before_any_forward(data, model, tmp_path, monke
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("keep", [0.5, 0])
+def test_an_image_that_cannot_be_read_is_named(data, model, tmp_path, workers, keep):
+    """timm's own dataset would take the next image in its place."""
+    shutil.copytree(data / "val", tmp_path / "val")
+    file = tmp_path / "val/class1/3.png"
+    os.truncate(file, int(keep * file.stat().st_size))
+    inference = Inference(batch_size=7, workers=workers, device="cpu")
+    with pytest.raises(ValueError, match=rf"^The image {re.escape(str(file))} cannot be read: [^\n]+$"):
+        evaluate([model], image_folder(tmp_path, "val"), inference=inference)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("classes.txt", b"class0\nclass1\nclass1\nclass3\nclass4\n", "names a class twice"),
+        ("classes.txt", b"class0\n\xff\n", "is no text"),
+        ("classes.pkl", b"cos\nsystem\n(S'touch it_ran'\ntR.", "may run code when it is read"),
+    ],
+)
+def test_damaged_class_maps(data, tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        image_folder(data, "val", str(tmp_path / name))
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_outputs_that_are_not_finite(data, model):

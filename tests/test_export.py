@@ -188,7 +188,13 @@ def test_damaged_folders(ewa_vit, tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"args": argparse.Namespace(model=3)}, {"state_dict": {1: torch.zeros(1)}}, {"mean": [0.5, 0.5]}]
+    "damage",
+    [
+        {"args": argparse.Namespace(model=3)},
+        {"args": argparse.Namespace(model="vit_tiny_ewa_moe", model_kwargs=1.5)},
+        {"state_dict": {1: torch.zeros(1)}},
+        {"mean": [0.5, 0.5]},
+    ],
 )
 def test_damaged_checkpoints(checkpoint, tmp_path, damage):
     content = torch.load(checkpoint, weights_only=False)
@@ -257,7 +263,7 @@ def test_bad_files(tmp_path, monkeypatch, name, content, message):
     assert os.listdir(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("kept", [0.0001, 0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("kind", ["pth", "safetensors"])
 def test_truncated_files(checkpoint, ewa_vit, tmp_path, kind, kept):
     file = tmp_path / f"cut.{kind}"
@@ -268,6 +274,52 @@ def test_truncated_files(checkpoint, ewa_vit, tmp_path, kind, kept):
     os.truncate(file, int(file.stat().st_size * kept))
     with pytest.raises(ValueError, match="is damaged or not a checkpoint"):
         timm_moe.export_dense(file, tmp_path / "vit", spec=SPEC)
+
+
+def test_weights_that_do_not_match_their_checksum(checkpoint, ewa_vit, tmp_path):
+    """torch.load does not look at the checksums of a checkpoint."""
+    content, weights = bytearray(checkpoint.read_bytes()), ewa_vit.head.weight.detach().numpy().tobytes()
+    content[content.index(weights) + 10] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged: .*data/\d+ in it does not match its checksum"):
+        timm_moe.export_dense(checkpoint, tmp_path / "vit")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state_dict": ewa_vit.state_dict()}, checkpoint)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    timm_moe.export_dense(checkpoint, tmp_path / "vit", spec=SPEC)
+
+
+def test_sizes_that_the_file_cannot_hold(checkpoint, ewa_vit, tmp_path):
+    """Said before timm makes room for them."""
+    content = torch.load(checkpoint, weights_only=False)
+    for change in ({"num_classes": 10**15}, {"model_kwargs": {**OPTIONS, "depth": 10**9}}):
+        args = argparse.Namespace(**{**vars(content["args"]), **change})
+        torch.save({**content, "args": args}, tmp_path / "a.pth")
+        with pytest.raises(ValueError, match=r"states (num_classes=1e\+15|depth=1e\+09), too much for weights of"):
+            timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit")
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    _edit(tmp_path / "moe", lambda config: config["model_args"].update(img_size=[32, 10**12]))
+    with pytest.raises(ValueError, match=r"config.json states img_size=1e\+12, too much for weights of"):
+        timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
+
+
+def test_a_new_model_never_stands_beside_another_ones_config(ewa_vit, tmp_path, monkeypatch):
+    """Wherever an overwriting export is interrupted."""
+    target, seen = tmp_path / "vit", []
+    timm_moe.export_dense(ewa_vit, target)
+    old = {file.name: file.read_bytes() for file in target.iterdir()}
+    ewa_vit.head.bias.data += 1
+    replace = os.replace
+
+    def look_and_replace(source, destination):
+        seen.append({file.name: file.read_bytes() == old[file.name] for file in target.iterdir()})
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", look_and_replace)
+    timm_moe.export_dense(ewa_vit, target, overwrite=True)
+    assert seen == [{"model.safetensors": True}, {"model.safetensors": False}]
 
 
 def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):

@@ -143,7 +143,9 @@ def nonsense(file: Path, rng: random.Random) -> None:
     """Another kind of file altogether."""
     size = file.stat().st_size
     png = b"\x89PNG\r\n\x1a\n" + rng.randbytes(99)
-    file.write_bytes(rng.choice([rng.randbytes(size), bytes(size), b"PK\x03\x04" + rng.randbytes(size), png, b"{}", b"[]"]))
+    file.write_bytes(
+        rng.choice([rng.randbytes(size), bytes(size), b"PK\x03\x04" + rng.randbytes(size), png, b"{}", b"[]"])
+    )
 
 
 def of_file(name: str, damage: Callable[[Path, random.Random], None]) -> Callable[[Path, random.Random], None]:
@@ -173,7 +175,9 @@ def _change_somewhere(tree: dict, rng: random.Random) -> None:
     if action == "remove":
         del holder[key]
     elif action == "add":
-        holder[rng.choice(["checkpoint_path", "pretrained_cfg", "num_experts", "url", "file", "custom_load"])] = _hostile(rng)
+        holder[rng.choice(["checkpoint_path", "pretrained_cfg", "num_experts", "url", "file", "custom_load"])] = (
+            _hostile(rng)
+        )
     else:
         holder[key] = str(holder[key]) if action == "text" else _hostile(rng)
 
@@ -253,7 +257,9 @@ def lying_header(name: str) -> Callable[[Path, random.Random], None]:
         tensor = header[rng.choice([key for key in header if key != "__metadata__"])]
         kind = rng.choice(["length", "shape", "offsets", "dtype", "type", "shrink", "nested", "many"])
         if kind == "shape":
-            tensor["shape"] = rng.choice([[10**15], [2**63], [2**32, 2**32], [-1], [0], [], [1.5], "x", tensor["shape"] * 9])
+            tensor["shape"] = rng.choice(
+                [[10**15], [2**63], [2**32, 2**32], [-1], [0], [], [1.5], "x", tensor["shape"] * 9]
+            )
         elif kind == "offsets":
             begin, end = tensor["data_offsets"]
             tensor["data_offsets"] = rng.choice([
@@ -310,7 +316,9 @@ def claiming_index(folder: Path, rng: random.Random) -> None:
     if kind == "deep":
         packed = b"\x82\xabshard_count\x03\xa5index" + b"\x81\xa1x" * rng.choice([500, 1000, 9999]) + b"\x80"
     elif kind == "bomb":
-        packed = rng.choice([b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x08"])
+        packed = rng.choice(
+            [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x08"]
+        )
     file.write_bytes(packed)
 
 
@@ -320,9 +328,14 @@ def damaged_image(folder: Path, rng: random.Random) -> None:
 
 
 def damaged_classes(folder: Path, rng: random.Random) -> None:
-    rng.choice([cut, flip, nonsense, lambda file, rng: file.write_text(rng.choice(["a\n", "a\na\na\n", "x\ny\nz\n", "../a\n"]))])(
-        folder / "classes.txt", rng
-    )
+    rng.choice(
+        [
+            cut,
+            flip,
+            nonsense,
+            lambda file, rng: file.write_text(rng.choice(["a\n", "a\na\na\n", "x\ny\nz\n", "../a\n"])),
+        ]
+    )(folder / "classes.txt", rng)
 
 
 def damaged_images_folder(folder: Path, rng: random.Random) -> None:
@@ -424,28 +437,28 @@ class Ending:
     memory: int
 
 
-def run(arguments: list[str], folder: Path, output: Path | None = None) -> Ending:
-    """Run a command in a forked process."""
-    output = output or folder
+def run(arguments: list[str], folder: Path, prepare: Callable[[], None] = lambda: None) -> Ending:
+    """Run a command in a forked process, which calls ``prepare`` first."""
     begin, resident = time.monotonic(), _resident()
     child = os.fork()
     if child == 0:
-        _run_in_child(arguments, folder, output)
+        _run_in_child(arguments, folder, prepare)
     status, usage = _wait(child, begin + TIME_LIMIT)
-    stdout, stderr = ((output / f".{name}").read_text(errors="replace") for name in ("stdout", "stderr"))
+    stdout, stderr = ((folder / f".{name}").read_text(errors="replace") for name in ("stdout", "stderr"))
     for name in ("stdout", "stderr"):
-        (output / f".{name}").unlink()
+        (folder / f".{name}").unlink()
     return Ending(status, stdout, stderr, time.monotonic() - begin, (usage.ru_maxrss << 10) - resident)
 
 
-def _run_in_child(arguments: list[str], folder: Path, output: Path) -> None:
+def _run_in_child(arguments: list[str], folder: Path, prepare: Callable[[], None]) -> None:
     status = 70
     try:
         os.setsid()
         for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(output / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            os.dup2(os.open(folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+        prepare()
         status = main(arguments)
     except SystemExit as stop:
         status = int(stop.code or 0)

@@ -1,0 +1,214 @@
+"""Commands that are killed (SIGKILL) while they write; see docs/robustness.md.
+
+    python tests/stress/kill_writing.py --random 20 --seed 0
+
+Every command that writes is run again and again: killed before its first operation on a file, before its second, and so
+on until it gets through; then at random moments while an export of 20 MB writes its weights. After each kill what stands
+under the output's name must be what was there before, or whole, or, where a folder is overwritten, a folder without
+config.json, which every loader refuses. Then the same command must get through, whatever was left behind.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import timm
+import torch
+from damage import IMAGES, IMPORT, make_originals, run
+
+import timm_moe
+from timm_moe.cli import main
+
+#: Audit events of Python that change files; the first argument is the path.
+WRITES = (
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.chmod",
+    "os.truncate",
+    "os.link",
+    "shutil.copymode",
+)
+
+COMMANDS = {
+    "export": ["export", "last.pth.tar", "out"],
+    "export --overwrite": ["export", "last.pth.tar", "out", "--overwrite"],
+    "export --moe --overwrite": ["export", "--moe", "routed.pth.tar", "out", "--overwrite"],
+    "import-vmoe": IMPORT,
+    "import-vmoe --overwrite": [*IMPORT, "--overwrite"],
+    "evaluate --json --overwrite": ["evaluate", "routed.pth.tar", *IMAGES, "--json", "out.json", "--overwrite"],
+    "routes --overwrite": ["routes", "folder", "out", *IMAGES, "--overwrite"],
+}
+
+
+def kill_at(operation: int) -> None:
+    """Let this process die before its n-th operation that changes a file."""
+    count = 0
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal count
+        if event not in WRITES or (
+            event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR))
+        ):
+            return
+        if str(args[0]).startswith("/dev/"):
+            return
+        count += 1
+        if count > operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What stands under the output's name, by file."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for output in folder.glob("out*")
+        for file in ([output] if output.is_file() else sorted(output.rglob("*")))
+        if file.is_file() and not file.name.startswith(".")
+    }
+
+
+def judge(found: dict[str, bytes], before: dict[str, bytes], after: dict[str, bytes]) -> str:
+    if found == before:
+        return "as before"
+    if found == after:
+        return "whole"
+    if "out/model.safetensors" in after:  # weights and config belong together
+        if "out/config.json" not in found and all(
+            content in (before.get(name), after.get(name)) for name, content in found.items()
+        ):
+            return "no config.json"
+    elif all(content in (before.get(name), after[name]) for name, content in found.items()):
+        return "some files new, each whole"  # results that stand for themselves
+    return "FAILED"
+
+
+def kill_everywhere(name: str, originals: Path, folder: Path) -> Counter:
+    """Kill a command before each of its operations on files; returns what was found after each."""
+    arguments, found = COMMANDS[name], Counter()
+    overwrites = "--overwrite" in arguments
+
+    def begin() -> dict[str, bytes]:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(originals, folder)
+        if overwrites:  # with the results of other weights
+            for source in ("last.pth.tar", "routed.pth.tar", "folder", "vmoe_tiny"):
+                if source in arguments:
+                    other = [f"other/{source}" if argument == source else argument for argument in arguments]
+                    assert run(other, folder).status == 0
+            if (folder / "out").is_dir():
+                (folder / "out/notes.txt").write_text("mine")
+        return contents(folder)
+
+    begin()
+    assert run(arguments, folder).status == 0
+    after = contents(folder)
+    for operation in range(10**6):
+        before = begin()
+        ending = run(arguments, folder, lambda operation=operation: kill_at(operation))
+        if ending.status == 0:
+            return found
+        assert os.WIFSIGNALED(ending.status), ending.stderr
+        outcome = judge(contents(folder), before, after)
+        left = any(path.name.startswith(".") for path in folder.rglob("*"))
+        again = run([*arguments, *([] if overwrites or outcome != "whole" else ["--overwrite"])], folder)
+        if again.status or contents(folder) != after:
+            outcome = "FAILED"
+        found[outcome] += 1
+        found["left behind"] += left
+    return found
+
+
+def make_all_originals(folder: Path) -> None:
+    folder.mkdir()
+    make_originals(folder)
+    (folder / "other").mkdir()
+    for source in ("last.pth.tar", "routed.pth.tar"):
+        checkpoint = torch.load(folder / source, weights_only=False)
+        checkpoint["state_dict"]["head.bias"] += 1
+        checkpoint["args"].mean = [0.25] * 3
+        torch.save(checkpoint, folder / "other" / source)
+    run(["export", "--moe", "other/routed.pth.tar", "other/folder"], folder)
+    for file in folder.glob("vmoe_tiny.*"):
+        shutil.copy(file, folder / "other")
+
+
+def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
+    """Kill an export over an older one while it writes 20 MB of weights, and shortly after."""
+    rng, found = random.Random(seed), Counter()
+    folder.mkdir()
+    model = timm.create_model("vit_tiny_ewa_moe", num_classes=3)
+    source, command = folder / "weights.pth", ["export", "weights.pth", "out", "--overwrite"]
+    args = argparse.Namespace(model="vit_tiny_ewa_moe", num_classes=3)
+    versions = []
+    for _ in range(2):
+        model.head.bias.data += 1
+        torch.save({"args": args, "state_dict": model.state_dict()}, source)
+        assert run(command, folder).status == 0
+        versions.append(contents(folder))
+    before, after = versions
+    for _ in range(number):
+        for name, content in before.items():
+            (folder / name).write_bytes(content)
+        child = os.fork()
+        if child == 0:
+            os.chdir(folder)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            os.dup2(2, 1)
+            os._exit(main(command))
+        while not list(folder.glob(".out-*/out")) and os.waitpid(child, os.WNOHANG)[0] == 0:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1) if rng.random() < 0.5 else rng.uniform(0, 3))
+        try:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        except (ProcessLookupError, ChildProcessError):  # it had ended
+            pass
+        sizes = [file.stat().st_size for file in folder.glob(".out-*/out/model.safetensors")]
+        found[judge(contents(folder), before, after)] += 1
+        found["weights cut in the folder left behind"] += any(
+            size < len(after["out/model.safetensors"]) for size in sizes
+        )
+        for left in folder.glob(".out-*"):
+            shutil.rmtree(left)
+    assert run(command, folder).status == 0
+    assert contents(folder) == after
+    return found
+
+
+def run_all(number: int, seed: int, only: str = "") -> dict[str, Counter]:
+    torch.set_num_threads(1)
+    found: dict[str, Counter] = defaultdict(Counter)
+    with tempfile.TemporaryDirectory() as temporary:
+        originals = Path(temporary, "originals")
+        make_all_originals(originals)
+        for name in COMMANDS:
+            if only in name:
+                found[name] = kill_everywhere(name, originals, Path(temporary, "case"))
+        if number:
+            found["export --overwrite of 20 MB, at random"] = kill_at_random(number, seed, Path(temporary, "large"))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=20, help="kills at random moments (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--only", default="", help="part of the name of a command")
+    args = parser.parse_args()
+    found = run_all(args.random, args.seed, args.only)
+    for name, counts in found.items():
+        print(f"{name}: " + ", ".join(f"{outcome} {count}" for outcome, count in counts.items() if count))
+    print(f"timm_moe {timm_moe.__version__}, timm {timm.__version__}, torch {torch.__version__}")
+    sys.exit(any(counts["FAILED"] for counts in found.values()))

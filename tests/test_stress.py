@@ -1,0 +1,54 @@
+"""The programmes of tests/stress (see docs/robustness.md): small by default, whole with ``-m stress``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMMES = Path(__file__).parent / "stress"
+sys.path.insert(0, str(PROGRAMMES))
+
+
+def whole(*values):
+    return pytest.param(*values, marks=pytest.mark.stress)
+
+
+def run(name, *arguments):
+    """In a process of its own: the programmes fork, which a process with threads must not."""
+    command = [sys.executable, str(PROGRAMMES / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("number", [46, whole(1012)])
+def test_damaged_and_hostile_files(number):
+    assert f"| all |  | {number} |" in run("damage", "--number", number)
+
+
+@pytest.mark.parametrize(("number", "only"), [(0, "export --overwrite"), whole(20, "")])
+def test_killed_while_writing(number, only):
+    assert "no config.json 2" in run("kill_writing", "--random", number, "--only", only)
+
+
+@pytest.mark.skipif("TIMM_SCRIPTS" not in os.environ, reason="TIMM_SCRIPTS does not name a folder with timm's train.py")
+@pytest.mark.parametrize(("kills", "epochs"), [(2, 3), whole(20, 40)])
+def test_killed_while_training(kills, epochs):
+    assert f"updates at the end: {epochs * 4}" in run("kill_training", "--kills", kills, "--epochs", epochs)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("EWA", 10), ("WideNet", 10), ("pBE", 10)]
+    + [whole(name, 2000) for name in ("EWA", "top-1", "V-MoE", "ViMoE", "WideNet", "pBE")],
+)
+def test_training_leaves_memory_flat(name, steps):
+    from memory import train
+
+    first, *_, last = train(name, steps)
+    assert last.tensors <= first.tensors
+    assert last.objects <= first.objects + 50
+    assert last.resident < first.resident + 50  # MiB
