@@ -88,6 +88,7 @@ def make_originals(folder: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_ewa_moe", num_classes=3, **VIT)
     optimizer = torch.optim.AdamW(model.parameters())
+    timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=9)
     model.train()(torch.randn(4, 3, 16, 16)).square().mean().backward()
     optimizer.step()
     _save_checkpoint(folder / "last.pth.tar", model, "vit_tiny_ewa_moe", optimizer=optimizer.state_dict())
@@ -156,9 +157,9 @@ def of_file(name: str, damage: Callable[[Path, random.Random], None]) -> Callabl
 
 #: Values that no field of a config or checkpoint expects.
 HOSTILE = (
-    None, True, -1, 0, 7, 1.5, 1e300, 10**8, 10**9, 10**15, 10**30, "", "x", "../../../etc/passwd", "/dev/zero", "\x00", "é" * 9,
-    f"__import__('os').system('touch {MARKER}')", f"$(touch {MARKER})", "hf-hub:nobody/nothing", "local-dir:/dev", "%s" * 9,
-    "x" * 99999, [], [0], [1, 2, 3], [10**9] * 3, [[]], {}, {"x": {}}, {"file": "evil.pth"},
+    None, True, -1, 0, 7, 1.5, 1e300, 10**8, 10**9, 10**15, 10**30, "", "x", "../../../etc/passwd", "/dev/zero",
+    "\x00", "é" * 9, f"__import__('os').system('touch {MARKER}')", f"$(touch {MARKER})", "hf-hub:nobody/nothing",
+    "local-dir:/dev", "%s" * 9, "x" * 99999, [], [0], [1, 2, 3], [10**9] * 3, [[]], {}, {"x": {}}, {"file": "evil.pth"},
 )  # fmt: skip
 
 

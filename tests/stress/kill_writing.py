@@ -2,10 +2,10 @@
 
     python tests/stress/kill_writing.py --random 20 --seed 0
 
-Every command that writes is run again and again: killed before its first operation on a file, before its second, and so
-on until it gets through; then at random moments while an export of 20 MB writes its weights. After each kill what stands
-under the output's name must be what was there before, or whole, or, where a folder is overwritten, a folder without
-config.json, which every loader refuses. Then the same command must get through, whatever was left behind.
+Every command that writes is run again and again: killed before its first operation on a file, before its second, and
+so on until it gets through; then at random moments while an export of 20 MB writes its weights. After each kill what
+stands under the output's name must be what was there before, or whole, or, where a folder is overwritten, a folder
+without config.json, which every loader refuses. Then the same command must get through, whatever was left behind.
 """
 
 import argparse
