@@ -63,7 +63,14 @@ def wait_until(process: subprocess.Popen, condition) -> None:
 
 def kill_somewhen(process: subprocess.Popen, folder: Path, rng: random.Random) -> str:
     """Kill the process and its workers; returns at what moment, or "" if it had ended."""
-    writing = (folder / "output/train/run/tmp.pth.tar").exists
+    begin, file = time.time(), folder / "output/train/run/tmp.pth.tar"
+
+    def writing() -> bool:  # what an earlier kill left behind does not count
+        try:
+            return file.stat().st_mtime > begin
+        except FileNotFoundError:
+            return False
+
     if rng.random() < 0.5:
         for _ in range(rng.randrange(3)):  # of the process's writes, not the first
             wait_until(process, writing)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import timm
 import torch
-from damage import IMAGES, IMPORT, make_originals, run
+from damage import IMAGES, IMPORT, VMOE, make_originals, run
 
 import timm_moe
 from timm_moe.cli import main
@@ -140,8 +140,8 @@ def make_all_originals(folder: Path) -> None:
         checkpoint["args"].mean = [0.25] * 3
         torch.save(checkpoint, folder / "other" / source)
     run(["export", "--moe", "other/routed.pth.tar", "other/folder"], folder)
-    for file in folder.glob("vmoe_tiny.*"):
-        shutil.copy(file, folder / "other")
+    for file in VMOE.glob("vmoe_tiny_bf16.*"):
+        shutil.copy(file, folder / "other" / file.name.replace("_bf16", ""))
 
 
 def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
