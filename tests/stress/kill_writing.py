@@ -96,19 +96,24 @@ def judge(found: dict[str, bytes], before: dict[str, bytes], after: dict[str, by
 
 def kill_everywhere(name: str, originals: Path, folder: Path) -> Counter:
     """Kill a command before each of its operations on files; returns what was found after each."""
-    arguments, found = COMMANDS[name], Counter()
-    overwrites = "--overwrite" in arguments
+    arguments = COMMANDS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        prepared = Path(temporary, "prepared")
+        shutil.copytree(originals, prepared)
+        if "--overwrite" in arguments:  # the results of other weights
+            sources = ("last.pth.tar", "routed.pth.tar", "folder", "vmoe_tiny")
+            assert run([f"other/{word}" if word in sources else word for word in arguments], prepared).status == 0
+            if (prepared / "out").is_dir():
+                (prepared / "out/notes.txt").write_text("mine")
+        return _kill_everywhere(arguments, prepared, folder)
+
+
+def _kill_everywhere(arguments: list[str], prepared: Path, folder: Path) -> Counter:
+    found: Counter = Counter()
 
     def begin() -> dict[str, bytes]:
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(originals, folder)
-        if overwrites:  # with the results of other weights
-            for source in ("last.pth.tar", "routed.pth.tar", "folder", "vmoe_tiny"):
-                if source in arguments:
-                    other = [f"other/{source}" if argument == source else argument for argument in arguments]
-                    assert run(other, folder).status == 0
-            if (folder / "out").is_dir():
-                (folder / "out/notes.txt").write_text("mine")
+        shutil.copytree(prepared, folder)
         return contents(folder)
 
     begin()
@@ -122,7 +127,7 @@ def kill_everywhere(name: str, originals: Path, folder: Path) -> Counter:
         assert os.WIFSIGNALED(ending.status), ending.stderr
         outcome = judge(contents(folder), before, after)
         left = any(path.name.startswith(".") for path in folder.rglob("*"))
-        again = run([*arguments, *([] if overwrites or outcome != "whole" else ["--overwrite"])], folder)
+        again = run([*arguments, *(["--overwrite"] if outcome == "whole" else [])], folder)
         if again.status or contents(folder) != after:
             outcome = "FAILED"
         found[outcome] += 1
