@@ -39,9 +39,9 @@ builds every model without its weights.
 
 ## Checked
 
-`python tests/every_model.py docs/models_checked.md` checks every name: that random dense weights, loaded as pretrained
+`python tests/every_model.py docs/models_checked.md` checks each name: that random dense weights, loaded as pretrained
 ones, give the stock model's outputs in eval and in training mode, and that `export_dense` gives these weights back bit
-for bit. [models_checked.md](models_checked.md) has the results, and which models were made smaller for it.
+for bit. [models_checked.md](models_checked.md) has the results so far, and which models were made smaller for it.
 
 ## Left out
 
