@@ -1,6 +1,7 @@
 """The command: ``python -m benchmarks [SUITE ...]`` measures and writes results, report and charts."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 from . import report
+from .protocol import Setting
 
 FOLDER = Path(__file__).parent
 #: glibc gives large blocks back to the system and has them mapped anew, page by page, at each use; this keeps them.
@@ -39,7 +41,10 @@ PLAN = {
     "imports": [{}],
     "exporting": [{}],
 }
+#: What no GPU takes part in.
+HOST_SUITES = ("imports", "exporting")
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
 CHOICES = {"dtype": ("float32", "bfloat16"), "mode": ("eager", "compiled"), "allocator": ("neutral", "default")}
 
 
@@ -55,24 +60,32 @@ def main() -> None:
     unknown = set(args.suites) - set(PLAN)
     if unknown:
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
-    if not args.report:
-        for suite in args.suites or PLAN:
-            for setting in _settings(suite, args):
-                _measure(suite, setting)
+    plan = (
+        [] if args.report else [(suite, setting) for suite in args.suites or PLAN for setting in _settings(suite, args)]
+    )
+    failed = [suite for suite, setting in plan if not _measure(suite, setting)]
     report.write(FOLDER / "results")
+    if failed:
+        sys.exit(f"Not measured, see above: {', '.join(failed)}.")
 
 
 def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, str]]:
+    if args.device == "cuda" and suite in HOST_SUITES:
+        return []
     chosen = {"device": args.device, **({"rounds": args.rounds} if args.rounds else {})}
     settings = [{**setting, **chosen} for setting in PLAN[suite]]
     if args.device == "cuda":
         settings = [setting for setting in settings if setting.get("allocator") != "default"]
     wanted = {name: getattr(args, name) for name in CHOICES if getattr(args, name)}
-    return [setting for setting in settings if all(setting.get(name, value) == value for name, value in wanted.items())]
+    return [
+        setting
+        for setting in settings
+        if all(setting.get(name, DEFAULTS[name]) == value for name, value in wanted.items())
+    ]
 
 
-def _measure(suite: str, setting: dict[str, str]) -> None:
-    """Measure in a process of its own and keep the result beside those of other suites and settings."""
+def _measure(suite: str, setting: dict[str, str]) -> bool:
+    """Measure in a process of its own, keep the result beside the others, and say whether there is one."""
     words = " ".join(str(value) for value in setting.values())
     print(f"{suite} ({words})", file=sys.stderr, flush=True)
     allocator = NEUTRAL_ALLOCATOR if setting.get("allocator") == "neutral" else {}
@@ -81,7 +94,7 @@ def _measure(suite: str, setting: dict[str, str]) -> None:
         command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True
     )
     if process.returncode:
-        sys.exit(f"The suite {suite} ({words}) ended with exit code {process.returncode}; see above.")
+        return False
     path = FOLDER / "results" / f"{setting['device']}.json"
     path.parent.mkdir(exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
@@ -89,6 +102,7 @@ def _measure(suite: str, setting: dict[str, str]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({**results, key: json.loads(process.stdout)}, indent=1))
     temporary.replace(path)
+    return True
 
 
 if __name__ == "__main__":

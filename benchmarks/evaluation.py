@@ -30,7 +30,7 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
     images = torch.randn(batch, 3, 224, 224, device=setting.device)
     vimoe = partial(timm.create_model, "vimoe_s14", num_experts=8)
     models = {
-        "dense": partial(timm.create_model, "vit_small_patch14_dinov2", img_size=224),
+        "dense": partial(timm.create_model, "vit_small_patch14_dinov2", img_size=224, num_classes=1000),
         "ViMoE: image-level top-1 of 8 in the last two blocks": vimoe,
         "ViMoE: the same in all blocks": partial(vimoe, moe_layers="tail-12"),
     }

@@ -98,6 +98,7 @@ class Row:
 
 def run(contest: Contest, setting: Setting) -> list[Row]:
     """Time a contest; one whose gauge shows too much noise is repeated, and the quietest attempt is kept."""
+    torch.compiler.reset()  # of one function torch compiles a few variants only, then it falls back to eager mode
     baseline = next(iter(contest.entries))
     works = {name: make() for name, make in contest.entries.items()}
     gauge = f"{baseline} (again)"

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from timm.models import get_arch_pretrained_cfgs, list_models, model_entrypoint
 
 import timm_moe
+from timm_moe.callbacks.export import export_moe
 from timm_moe.catalogue import row
 from timm_moe.models import ewa
 
@@ -125,7 +126,7 @@ def test_options_and_features():
 def test_a_model_is_pickled_and_saved_as_it_is(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN).eval()
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
-    timm_moe.callbacks.export.export_moe(model, tmp_path / "moe")
+    export_moe(model, tmp_path / "moe")
     images = torch.randn(2, 3, 64, 64)
     torch.save((images, model(images).detach()), tmp_path / "outputs.pt")
     code = f"""

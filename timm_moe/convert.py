@@ -299,6 +299,17 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
     return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, MoeMlp)}
 
 
+def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -> ModelT:
+    """A copy with the very parameters and buffers of the model.
+
+    Args:
+        model: any module.
+        instead: by the id of a module in it, what the copy has in its place.
+    """
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, {**memo, **(instead or {})})
+
+
 def without_announcements(model: ModelT) -> ModelT:
     """The same model, which no longer announces its forwards to routers."""
     for module in model.modules():
@@ -333,6 +344,9 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
         model: a model with expert layers, without wrappers.
         method: as there.
         svd_ratio: as there.
+
+    Raises:
+        ValueError: as there; a model of which only some layers could be gathered is left half done.
     """
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)

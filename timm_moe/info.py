@@ -177,7 +177,7 @@ def training_flops(model: nn.Module) -> float:
     many rows as its capacity allows, used or not, as in V-MoE's implementation.
 
     Args:
-        model: on the meta device; it is left in training mode.
+        model: on the meta device; it is left in training mode, its parameters without gradients.
     """
     cost = _forward_cost(model.train(), batch=64)  # so many that rounding capacities does not matter
     return 2 * (3 * cost.macs - cost.convolution)

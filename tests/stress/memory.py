@@ -52,9 +52,7 @@ def sample(step: int) -> Sample:
     return Sample(step, resident, tensors, len(objects))
 
 
-def train(
-    name: str, steps: int, samples: int = 5, width: int = 32, batch: int = 16, trim: bool = False
-) -> list[Sample]:
+def train(name: str, steps: int, width: int = 32, batch: int = 16) -> list[Sample]:
     """Train so many steps; the last sample is taken after the last."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

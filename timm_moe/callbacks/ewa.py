@@ -49,10 +49,10 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
 
 
 def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
-    if stacked.device.type != "cpu" or not stacked.is_contiguous():
+    if stacked.device.type != "cpu" or not stacked.is_contiguous() or stacked.numel() < _BLOCK:
         stacked.lerp_(stacked.mean(0, keepdim=True), weight)
         return
-    # The same for CPUs: by blocks that stay in the cache, and expert by expert, since broadcasting costs vectorisation.
+    # Large ones on CPUs by blocks that stay in the cache, and expert by expert: broadcasting would cost vectorisation.
     for experts in zip(*(expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)), strict=True):
         mean = experts[0] + experts[1]
         for expert in experts[2:]:

@@ -19,7 +19,7 @@ from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert import moe_layers, to_dense_
+from ..convert import copy_sharing_tensors, moe_layers, to_dense_
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
@@ -67,7 +67,8 @@ def export_dense(
 ) -> Export:
     """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
 
-    A model without expert layers, as a student after its training, is written as it is. What was written is loaded
+    A model without expert layers, as a student after its training, is written as it is. (What timm has no model for, as
+    WideNet's or shifted patches, becomes a dense model of this package.) What was written is loaded
     again with stock timm and compared with the source on random images before the folder appears under its name; if
     anything fails before, nothing is left behind.
 
@@ -99,7 +100,7 @@ def export_dense(
     if not hasattr(model, "pretrained_cfg"):
         raise ValueError(f"This {type(model).__name__} was not made by timm.create_model, so timm could not load it.")
     if isinstance(source, nn.Module):
-        model = _sharing_tensors(model)  # it becomes dense below, the caller's does not
+        model = copy_sharing_tensors(model)  # it becomes dense below, the caller's does not
     _describe_input(model)
     images = _random_images(model)
     expected = _outputs(model, images) if exact else None
@@ -162,12 +163,6 @@ def export_moe(
         _largest_difference(_outputs(model, images), _outputs(loaded, images))
         _publish(folder, target)
     return target
-
-
-def _sharing_tensors(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are those of the model."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def require_same_tensors(state_dict: dict[str, Tensor], loaded: nn.Module) -> None:

@@ -57,7 +57,7 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
         # It would orthogonalise the biases of all experts as one matrix, and small weights of all experts as another.
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
         if is_primary():
-            _logger.info("Muon leaves the experts to its fallback, AdamW, since their matrices are stacked.")
+            _logger.info("Muon leaves the experts to its fallback, since their matrices are stacked.")
     with _undecayed(model, {name for name, parameter in stacked.items() if parameter.ndim == 2}):
         return create_optimizer_v2(*call.args, **call.kwargs)
 

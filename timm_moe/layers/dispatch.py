@@ -204,7 +204,9 @@ class _Combine(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         order, place_TK, weight_TK, *outputs = inputs
         ctx.sizes = [rows.shape[0] for rows in outputs]
-        kept = [] if weight_TK is None else [place_TK, weight_TK, *outputs]  # those only a gate's gradient needs
+        kept = [] if weight_TK is None else [place_TK, weight_TK]
+        if weight_TK is not None and ctx.needs_input_grad[2]:
+            kept += outputs
         ctx.save_for_backward(order, *kept)
         ctx.save_for_forward(place_TK, weight_TK, *outputs)
 

@@ -135,7 +135,8 @@ class Experts(Stacked):
 def _autocast(stacked: Tensor) -> Tensor:
     """Under autocast, matrices in its dtype: cast all at once instead of expert by expert in each product."""
     device = stacked.device.type
-    if stacked.ndim < 3 or stacked.is_meta or not torch.is_autocast_enabled(device):
+    left_alone = stacked.ndim < 3 or stacked.dtype == torch.float64 or stacked.is_meta
+    if left_alone or not torch.is_autocast_enabled(device):
         return stacked
     return stacked.to(torch.get_autocast_dtype(device))
 

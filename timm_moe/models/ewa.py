@@ -26,7 +26,6 @@ from timm.models import (
 )
 from torch import nn
 
-from ..convert import moe_layers
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, architecture_args
 
@@ -150,9 +149,10 @@ def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.M
     token = _requested.set(request)
     try:
         model = stock(pretrained=pretrained, **kwargs)
+        taken = _requested.get() is None
     finally:
         _requested.reset(token)
-    if not moe_layers(model):
+    if not taken:
         raise RuntimeError(f"timm {timm.__version__} did not build {architecture} with experts.")
     # Some of timm's entrypoints look up their config before they build.
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": f"{architecture}_ewa_moe"})

@@ -59,9 +59,11 @@ class ShiftedPatches(nn.Module):
         return self.linear.weight
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, D, H / patch_size, W / patch_size) of (B, C, H, W)."""
+        """(B, D, H / patch_size, W / patch_size), rounded up, of (B, C, H, W)."""
+        height, width = x_BCHW.shape[2:]
+        x_BCHW = pad(x_BCHW, (0, -width % self.patch_size, 0, -height % self.patch_size))
         shift = self.patch_size // 2
-        diagonals = [(right, down) for down in (shift, -shift) for right in (shift, -shift)]
+        diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
         shifted = [pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals]
         patches = pixel_unshuffle(torch.cat([x_BCHW, *shifted], 1), self.patch_size)
         return self.linear(self.norm(patches.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)

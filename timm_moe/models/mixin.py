@@ -1,12 +1,11 @@
 """What a model class with expert layers adds to the stock timm class that it extends."""
 
-import copy
 import inspect
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe, moe_layers, without_announcements
+from ..convert import convert_to_moe, copy_sharing_tensors, moe_layers, without_announcements
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
@@ -58,9 +57,8 @@ class MoeMixin:
 
         It does not announce its forwards to routers, which only training needs.
         """
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
-        memo |= {id(layer): layer.__prepare_scriptable__() for layer in moe_layers(self).values()}
-        return without_announcements(copy.deepcopy(self, memo))
+        layers = {id(layer): layer.__prepare_scriptable__() for layer in moe_layers(self).values()}
+        return without_announcements(copy_sharing_tensors(self, layers))
 
     def no_weight_decay(self: Any) -> set[str]:
         """Parameters that timm's optimizers do not decay: those of the stock model, and the experts' biases.
@@ -101,4 +99,5 @@ def _current_args(model: Any) -> dict[str, Any]:
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that the exported dense model needs: no MoE options, nothing about loading, no drop rates."""
     dropped = (*MOE_OPTIONS, *_NOT_ARCHITECTURE)
-    return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith("drop_rate")}
+    rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
+    return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith(rates)}
