@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import timm
 import torch
+from torch import Tensor
 
 import timm_moe
+from timm_moe.callbacks.ewa import average_
 
 from .protocol import Contest, Row, Setting, Work, run
 
@@ -14,24 +16,33 @@ def measure(setting: Setting) -> Iterator[Row]:
     for num_experts in (4, 8):
         entries = {
             "memcpy": lambda number=num_experts: copy(number, setting),
-            "average_experts_": lambda number=num_experts: average(number, setting),
+            "averaging": lambda number=num_experts: average(number, setting),
         }
         yield from run(Contest(f"averaging, {num_experts} experts in 6 layers of ViT-S", entries), setting)
 
 
 def average(num_experts: int, setting: Setting) -> Work:
-    model = timm.create_model("vit_small_ewa_moe", num_experts=num_experts).to(setting.device)
-    return lambda: timm_moe.average_experts_(model, 0.1)
+    """What is done after each step of a training."""
+    experts = _experts(num_experts, setting)
+
+    def work() -> None:
+        for stacked in experts:
+            average_(stacked, 0.1)
+
+    return work
 
 
 def copy(num_experts: int, setting: Setting) -> Work:
     """From the experts of a model into memory that is there already."""
-    model = timm.create_model("vit_small_ewa_moe", num_experts=num_experts).to(setting.device)
-    layers = timm_moe.moe_layers(model).values()
-    pairs = [(torch.empty_like(stacked), stacked) for layer in layers for stacked in layer.networks().values()]
+    pairs = [(torch.empty_like(stacked), stacked) for stacked in _experts(num_experts, setting)]
 
     def work() -> None:
         for target, stacked in pairs:
             target.copy_(stacked)
 
     return work
+
+
+def _experts(num_experts: int, setting: Setting) -> list[Tensor]:
+    model = timm.create_model("vit_small_ewa_moe", num_experts=num_experts).to(setting.device)
+    return [stacked for layer in timm_moe.moe_layers(model).values() for stacked in layer.networks().values()]

@@ -14,6 +14,7 @@ from pathlib import Path
 import timm
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import timm_moe
 from timm_moe.callbacks.source import ModelSpec
@@ -22,7 +23,7 @@ from timm_moe.convert import to_dense_
 from .protocol import Row, Setting
 
 MODEL = "vit_large_ewa_moe"
-RUNS = 3
+RUNS = 5
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -30,51 +31,47 @@ def measure(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "last.pth.tar")
         _in_a_process("train", checkpoint, folder)
-        runs = {name: [_in_a_process(name, checkpoint, folder) for _ in range(RUNS)] for name in TITLES}
-    baseline = [run["seconds"] for run in runs["write"]]
-    for name in runs:
-        times = [run["seconds"] for run in runs[name]]
-        ratios = [a / b for a, b in zip(times, baseline, strict=True)]
-        seconds = statistics.median(times)
-        yield Row("time", TITLES[name], statistics.median(ratios), min(ratios), max(ratios), seconds, "s")
-    bytes_of = runs["write"][0]["bytes"]
+        runs = [{name: _in_a_process(name, checkpoint, folder) for name in TITLES} for _ in range(RUNS)]
+    for name, title in TITLES.items():
+        low, ratio, high = statistics.quantiles([run[name]["seconds"] / run["write"]["seconds"] for run in runs], n=4)
+        seconds = statistics.median(run[name]["seconds"] for run in runs)
+        yield Row("time", title, ratio, low, high, seconds, "s")
     for name in ("convert", "export"):
-        peak = statistics.median(run["peak"] for run in runs[name])
-        ratio = peak / (bytes_of["model"] + bytes_of["layer"])
-        yield Row(
-            "peak memory / that of the model and one layer", TITLES[name], ratio, ratio, ratio, peak / 2**20, "MiB"
-        )
+        low, ratio, high = statistics.quantiles([run[name]["peak"] / run[name]["allowed"] for run in runs], n=4)
+        peak = statistics.median(run[name]["peak"] for run in runs)
+        yield Row("peak memory / that of the model and one layer", TITLES[name], ratio, low, high, peak / 2**20, "MiB")
 
 
-def train(checkpoint: Path, folder: str) -> None:
-    model = timm.create_model(MODEL)
-    torch.save({"arch": MODEL, "state_dict": model.state_dict()}, checkpoint)
+def train(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
+    torch.save({"arch": MODEL, "state_dict": timm.create_model(MODEL).state_dict()}, checkpoint)
+    return {}
 
 
-def write(checkpoint: Path, folder: str) -> dict[str, float]:
+def write(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
     """Write the dense weights with safetensors, nothing else."""
-    model = timm.create_model(MODEL)
-    layers = timm_moe.moe_layers(model).values()
-    sizes = {"model": _bytes(model.parameters()), "layer": max(_bytes(layer.parameters()) for layer in layers)}
-    dense = timm_moe.to_dense(model).state_dict()
+    dense = to_dense_(timm.create_model(MODEL)).state_dict()
     start = time.process_time()
     save_file(dense, Path(folder, "written.safetensors"))
-    return {"seconds": time.process_time() - start, "bytes": sizes}
-
-
-def convert(checkpoint: Path, folder: str) -> dict[str, float]:
-    """Average the experts and write the result: an export without reading it back and comparing outputs."""
-    model = timm.create_model(MODEL)
-    start = time.process_time()
-    save_file(to_dense_(model).state_dict(), Path(folder, "written.safetensors"))
     return {"seconds": time.process_time() - start}
 
 
-def export(checkpoint: Path, folder: str) -> dict[str, float]:
+def convert(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
+    """Average the experts and write the result: an export without reading it back and comparing outputs."""
+    model = timm.create_model(MODEL)
+    _, layer = _sizes(model)
+    allowed = memory.restart() + layer
+    start = time.process_time()
+    save_file(to_dense_(model).state_dict(), Path(folder, "written.safetensors"))
+    return {"seconds": time.process_time() - start, "allowed": allowed}
+
+
+def export(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
     start = time.process_time()
     spec = ModelSpec(name=MODEL)
     timm_moe.export_dense(checkpoint, Path(folder, "exported"), spec=spec, overwrite=True)
-    return {"seconds": time.process_time() - start}
+    seconds = time.process_time() - start
+    with torch.device("meta"):
+        return {"seconds": seconds, "allowed": sum(_sizes(timm.create_model(MODEL)))}
 
 
 WORKS = {"train": train, "write": write, "convert": convert, "export": export}
@@ -85,8 +82,11 @@ TITLES = {
 }
 
 
-def _bytes(parameters) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the model and of its largest expert layer."""
+    parts = [model, *timm_moe.moe_layers(model).values()]
+    whole, *layers = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]
+    return whole, max(layers)
 
 
 def _in_a_process(work: str, checkpoint: Path, folder: str) -> dict[str, float]:
@@ -96,15 +96,22 @@ def _in_a_process(work: str, checkpoint: Path, folder: str) -> dict[str, float]:
 
 
 class _Peak(threading.Thread):
-    """Watches the anonymous memory of this process."""
+    """Watches the anonymous memory of this process, beyond what it was at first."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.start_bytes = self.bytes = _anonymous_bytes()
+        self.at_first = _anonymous_bytes()
+        self.bytes = 0
+        self.start()
+
+    def restart(self) -> int:
+        """Forget the peak so far; returns what is in use now."""
+        self.bytes = _anonymous_bytes() - self.at_first
+        return self.bytes
 
     def run(self) -> None:
         while True:
-            self.bytes = max(self.bytes, _anonymous_bytes())
+            self.bytes = max(self.bytes, _anonymous_bytes() - self.at_first)
             time.sleep(0.005)
 
 
@@ -115,7 +122,6 @@ def _anonymous_bytes() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    peak = _Peak()
-    peak.start()
-    result = WORKS[sys.argv[1]](Path(sys.argv[2]), sys.argv[3]) or {}
-    print(json.dumps({**result, "peak": peak.bytes - peak.start_bytes}))
+    memory = _Peak()
+    result = WORKS[sys.argv[1]](Path(sys.argv[2]), sys.argv[3], memory)
+    print(json.dumps({**result, "peak": memory.bytes}))

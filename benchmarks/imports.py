@@ -1,12 +1,13 @@
 """What importing costs, in processes of their own."""
 
 import os
+import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 
-from .protocol import Row, Setting
+from .protocol import Contest, Row, Setting, compare
 
 PACKAGE = """
 import time, timm
@@ -24,24 +25,19 @@ print(time.process_time() - start)
 
 def measure(setting: Setting) -> Iterator[Row]:
     """CPU time of ``import timm_moe`` after timm, and of ``import torch`` beside one that looks for no plugins."""
-    for _ in range(2):  # the first writes the byte code
-        seconds = _samples(setting, PACKAGE, TIMM_MOE_AUTOLOAD="0")
+    _seconds(PACKAGE)  # writes the byte code
+    seconds = [_seconds(PACKAGE, TIMM_MOE_AUTOLOAD="0") for _ in range(setting.rounds)]
     low, median, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
-    yield Row("import", "timm_moe, after timm", 1, low / median, high / median, median, "ms")
-    without, again, with_plugins = (
-        _samples(setting, TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload) for autoload in ("0", "0", "1")
-    )
-    gauge = statistics.median(again) / statistics.median(without)
-    for entry, seconds in (("torch, plugins switched off", without), ("torch, this package found", with_plugins)):
-        low, ratio, high = statistics.quantiles([value / statistics.median(without) for value in seconds], n=4)
-        yield Row("import", entry, ratio, low, high, 1e3 * statistics.median(seconds), "ms", gauge)
+    yield Row("import of this package", "after timm", 1, low / median, high / median, median, "ms")
+    baseline, gauge, found = "torch, plugins switched off", "again", "torch, this package found"
+    samples: dict[str, list[float]] = {baseline: [], gauge: [], found: []}
+    for _ in range(setting.rounds):
+        for entry in random.sample(list(samples), len(samples)):
+            samples[entry].append(_seconds(TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD="1" if entry == found else "0"))
+    yield from compare(Contest("import of torch", {}), samples, baseline, gauge)
 
 
-def _samples(setting: Setting, code: str, **environment: str) -> list[float]:
-    command = [sys.executable, "-c", code]
+def _seconds(code: str, **environment: str) -> float:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | environment
-    runs = (
-        subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-        for _ in range(setting.rounds)
-    )
-    return [float(run.stdout) for run in runs]
+    run = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    return float(run.stdout)

@@ -107,7 +107,7 @@ def run(contest: Contest, setting: Setting) -> list[Row]:
     attempts: list[list[Row]] = []
     while len(attempts) < ATTEMPTS and not (attempts and attempts[-1][0].counts):
         seconds = _rounds(contest.name, works, repeats, setting)
-        attempts.append(_rows(contest, seconds, baseline, gauge))
+        attempts.append(compare(contest, seconds, baseline, gauge))
     return min(attempts, key=lambda rows: abs(rows[0].gauge - 1))
 
 
@@ -146,7 +146,9 @@ def _synchronize(setting: Setting) -> None:
         torch.cuda.synchronize()
 
 
-def _rows(contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str) -> list[Row]:
+def compare(contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str) -> list[Row]:
+    """The rows of a contest, given the seconds of each round and which entries are baseline and its second copy."""
+
     def quartiles(entry: str) -> list[float]:
         return statistics.quantiles([a / b for a, b in zip(seconds[entry], seconds[baseline], strict=True)], n=4)
 

@@ -60,8 +60,8 @@ TARGETS = [
             ("image-level top-1, evaluation, ViMoE-S/14", "ViT-S/14", "ViMoE"),
         )
     ),
-    Target("averaging 4 experts / memcpy", "averaging neutral", "averaging, 4", "average", {"cpu": 1.6, "cuda": 1.6}),
-    Target("averaging 8 experts / memcpy", "averaging neutral", "averaging, 8", "average", {"cpu": 1.6, "cuda": 1.6}),
+    Target("averaging 4 experts / memcpy", "averaging neutral", "averaging, 4", "averaging", {"cpu": 1.6, "cuda": 1.6}),
+    Target("averaging 8 experts / memcpy", "averaging neutral", "averaging, 8", "averaging", {"cpu": 1.6, "cuda": 1.6}),
     Target(
         "saved bytes, random partition", "layers float32 eager neutral", "saved", "random", {"cpu": 1.01, "cuda": 1.01}
     ),

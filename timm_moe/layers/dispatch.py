@@ -128,6 +128,8 @@ def _needs_fixed_shapes(x: Tensor) -> bool:
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``, zero at a place without use."""
     if not _needs_fixed_shapes(x_TD):
+        if not torch.is_grad_enabled():
+            return x_TD.index_select(0, routing.order)
         may_drop = routing.weight is not None
         return _Dispatch.apply(x_TD, routing.order, routing.place, may_drop)
     # What compiles well; and torch 2.6 compiles the backward of an index_select that repeats rows wrongly for CPUs.
@@ -177,7 +179,7 @@ def combine(outputs: list[Tensor], routing: Routing) -> Tensor:
         outputs: of each expert, in the order of ``routing.order``.
         routing: as the rows were dispatched.
     """
-    if not _needs_fixed_shapes(outputs[0]):
+    if torch.is_grad_enabled() and not _needs_fixed_shapes(outputs[0]):
         return _Combine.apply(routing.order, routing.place, routing.weight, *outputs)
     return _weighted_sum(outputs, routing.place, routing.weight)
 

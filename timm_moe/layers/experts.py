@@ -104,13 +104,19 @@ class Experts(Stacked):
                 graph, so that its gradient is zero and not missing (data-parallel training relies on it).
 
         Returns:
-            The output of each expert.
+            The output of each expert, without a graph of each that has rows.
         """
+        with_graph = torch.is_grad_enabled()
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
-        per_expert = {name: _autocast(stacked).unbind(0) for name, stacked in self.named_expert_parameters()}
+        per_expert = {
+            name: _autocast(stacked).unbind(0) if with_graph else stacked
+            for name, stacked in self.named_expert_parameters()
+        }
+        all_take_part = with_graph or not any(sizes)
         return [
             _call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, rows)
             for expert, rows in enumerate(x_ND.split(list(sizes)))
+            if sizes[expert] or all_take_part
         ]
 
     def run_mean(self, x: Tensor) -> Tensor:
