@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from timm.layers import Mlp, SwiGLU
+from timm.layers import Mlp, SwiGLUPacked
 from torch import nn
 
 from timm_moe.layers import MoeMlp
@@ -55,9 +55,11 @@ def contests(setting: Setting) -> Iterator[Contest]:
             f"top-{top_k} of 8 SwiGLU experts, nothing dropped",
             _installed(
                 {
-                    "dense": lambda top_k=top_k, hidden=hidden: train(SwiGLU(WIDTH, top_k * hidden, bias=False)),
+                    "dense": lambda top_k=top_k, hidden=hidden: train(
+                        SwiGLUPacked(WIDTH, 2 * top_k * hidden, bias=False)
+                    ),
                     "timm_moe": lambda top_k=top_k, hidden=hidden: train(
-                        MoeMlp(SwiGLU(WIDTH, hidden, bias=False), router(EXPERTS, top_k), EXPERTS)
+                        MoeMlp(SwiGLUPacked(WIDTH, 2 * hidden, bias=False), router(EXPERTS, top_k), EXPERTS)
                     ),
                     **{
                         f"transformers, {road}": lambda top_k=top_k, hidden=hidden, road=road: train(

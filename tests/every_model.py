@@ -99,7 +99,8 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     with torch.no_grad():
         for expected, actual in zip(_tensors(dense(images)), _tensors(model(images)), strict=True):
             assert torch.isfinite(expected).all(), "the stock model gives NaN"
-            assert torch.equal(actual, expected), f"outputs differ by {(actual - expected).abs().max()}"
+            # The weights are the same; where they lie in memory may decide which products BLAS takes.
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     with tempfile.TemporaryDirectory() as folder:
         timm_moe.export_dense(model, f"{folder}/dense")
         exported = load_file(f"{folder}/dense/model.safetensors")

@@ -106,7 +106,7 @@ class Experts(Stacked):
         Returns:
             The output of each expert, without a graph of each that has rows.
         """
-        with_graph = torch.is_grad_enabled()
+        with_graph = torch.is_grad_enabled() or torch.jit.is_tracing()  # torch checks a trace by one without gradients
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
         per_expert = {
             name: _autocast(stacked).unbind(0) if with_graph else stacked
