@@ -78,7 +78,9 @@ def test_a_small_one_of_each_family(architecture):
 def test_every_family_has_a_small_one_here():
     families = {model_entrypoint(name).__module__ for name in SMALL if timm.is_model(name)}
     with_models = {f"timm.models.{name}" for name, module in ewa._families.items() if module.__all__}
-    assert families == with_models
+    if all(timm.is_model(name) for name in SMALL):  # older versions of timm have fewer
+        assert families == with_models
+    assert families <= with_models
 
 
 def test_every_pretrained_tag_of_timm_is_there_with_its_repository():
@@ -126,7 +128,7 @@ def test_options_and_features():
 def test_a_model_is_pickled_and_saved_as_it_is(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN).eval()
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
-    export_moe(model, tmp_path / "moe")
+    export_moe(model, tmp_path / "moe", TINY_SWIN)  # older versions of timm do not record them
     images = torch.randn(2, 3, 64, 64)
     torch.save((images, model(images).detach()), tmp_path / "outputs.pt")
     code = f"""
