@@ -28,22 +28,20 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def vit_small() -> dict[str, Make]:
-    create = partial(timm.create_model, num_classes=CLASSES)
-    return {
-        "dense": partial(create, "vit_small_patch16_224"),
-        "EWA, 4 experts every-2": partial(create, "vit_small_ewa_moe", num_experts=4),
-        "EWA, 8 experts every-2": partial(create, "vit_small_ewa_moe", num_experts=8),
-        "naive MoE, top-1 of 8 every-2": partial(create, "vit_small_moe", num_experts=8),
-    }
+    return _contenders("vit_small_patch16_224", "vit_small")
 
 
 def vit_xtiny() -> dict[str, Make]:
+    return _contenders("vit_xtiny", "vit_xtiny")
+
+
+def _contenders(dense: str, prefix: str) -> dict[str, Make]:
     create = partial(timm.create_model, num_classes=CLASSES)
     return {
-        "dense": partial(create, "vit_xtiny"),
-        "EWA, 4 experts every-2": partial(create, "vit_xtiny_ewa_moe", num_experts=4),
-        "EWA, 8 experts every-2": partial(create, "vit_xtiny_ewa_moe", num_experts=8),
-        "naive MoE, top-1 of 8 every-2": partial(create, "vit_xtiny_moe", num_experts=8),
+        "dense": partial(create, dense),
+        "EWA, 4 experts every-2": partial(create, f"{prefix}_ewa_moe", num_experts=4),
+        "EWA, 8 experts every-2": partial(create, f"{prefix}_ewa_moe", num_experts=8),
+        "naive MoE, top-1 of 8 every-2": partial(create, f"{prefix}_moe", num_experts=8),
     }
 
 
