@@ -60,10 +60,8 @@ def main() -> None:
     unknown = set(args.suites) - set(PLAN)
     if unknown:
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
-    plan = (
-        [] if args.report else [(suite, setting) for suite in args.suites or PLAN for setting in _settings(suite, args)]
-    )
-    failed = [suite for suite, setting in plan if not _measure(suite, setting)]
+    suites = [] if args.report else args.suites or PLAN
+    failed = [suite for suite in suites for setting in _settings(suite, args) if not _measure(suite, setting)]
     report.write(FOLDER / "results")
     if failed:
         sys.exit(f"Not measured, see above: {', '.join(failed)}.")
