@@ -421,8 +421,10 @@ def test_the_expert_model_itself(tmp_path, images, capsys):
     torch.save({"state_dict": model.state_dict(), "args": args}, tmp_path / "last.pth.tar")
     assert main(["export", "--moe", str(tmp_path / "last.pth.tar"), str(tmp_path / "teacher")]) == 0
     assert "timm with this package loads it bit for bit" in capsys.readouterr().out
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'teacher'}", pretrained=True).eval()
-    torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
+    assert main(["export", "--moe", str(tmp_path / "teacher"), str(tmp_path / "again")]) == 0
+    for folder in ("teacher", "again"):
+        loaded = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True).eval()
+        torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
 
 
 def test_options_that_have_no_place(dense_vit, tmp_path, capsys):

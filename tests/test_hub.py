@@ -264,6 +264,16 @@ def test_expert_models_come_back_with_the_package(hub, server, checkpoints, tmp_
         assert [metric["value"] for metric in metrics] == [51.25, 81.5, 2.5]
 
 
+def test_a_repository_is_exported(hub, checkpoint, tmp_path):
+    hub.push(checkpoint, "user/vit", "--moe")
+    status, _, err = hub.run("export", "hf-hub:user/vit", tmp_path / "from_hub")
+    assert status == 0, err
+    timm_moe.export_dense(checkpoint, tmp_path / "from_file")
+    exported = [load_file(tmp_path / name / "model.safetensors") for name in ("from_hub", "from_file")]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
+
+
 def test_a_folder_is_uploaded_as_it_is(hub, server, checkpoint, tmp_path):
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     (folder / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")

@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import os
 import pickle
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import timm
 import torch
@@ -97,9 +99,6 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
     _require_possible(args, path.stat().st_size, path)
     model = _create(name, **args)
-    if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
-        given = {option: value for option, value in args.items() if value is not None}
-        model._model_args = {**_saved_args(name), **given}  # type: ignore[assignment]
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
@@ -113,7 +112,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     return model
 
 
-def _create(name: str, **kwargs: Any) -> nn.Module:
+def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     if name.startswith("local-dir:") and not Path(name.removeprefix("local-dir:")).is_dir():
         raise FileNotFoundError(
             f"There is no folder {name.removeprefix('local-dir:')}, which the model was made from: say where it is now "
@@ -123,17 +122,25 @@ def _create(name: str, **kwargs: Any) -> nn.Module:
         if name.startswith("local-dir:"):
             size = sum(file.stat().st_size for file in Path(name.removeprefix("local-dir:")).iterdir())
             _require_possible(_saved_args(name), size, "config.json")
-        return timm.create_model(name, **kwargs)
+        with mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):  # timm below 1.0.26 runs code of a folder
+            model = timm.create_model(name, pretrained=pretrained, **kwargs)
+        if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
+            given = {option: value for option, value in kwargs.items() if value is not None}
+            model._model_args = {**_saved_args(name), **given}
+        return model
     except Exception as error:  # a damaged folder or argument may end in anything
         raise ValueError(f"{name} cannot be created: {_first_problem(error)}") from error
 
 
 def _saved_args(name: str) -> dict[str, Any]:
-    """The arguments that a folder's config.json states for its model."""
-    if not name.startswith("local-dir:"):
-        return {}
-    config = json.loads(Path(name.removeprefix("local-dir:"), "config.json").read_text())
-    return {"num_classes": config.get("num_classes"), **(config.get("model_args") or {})}
+    """The arguments that a folder or a repository states for its model in config.json."""
+    if name.startswith("local-dir:"):
+        config = json.loads(Path(name.removeprefix("local-dir:"), "config.json").read_text())
+        return {"num_classes": config.get("num_classes"), **(config.get("model_args") or {})}
+    if name.startswith("hf-hub:"):
+        pretrained_cfg, _, args = timm.models.load_model_config_from_hf(name.removeprefix("hf-hub:"))
+        return {"num_classes": pretrained_cfg.get("num_classes"), **(args or {})}
+    return {}
 
 
 def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
