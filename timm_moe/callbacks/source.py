@@ -126,7 +126,7 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
             model = timm.create_model(name, pretrained=pretrained, **kwargs)
         if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
             given = {option: value for option, value in kwargs.items() if value is not None}
-            model._model_args = {**_saved_args(name), **given}
+            model._model_args = {**_saved_args(name), **given}  # type: ignore[assignment]
         return model
     except Exception as error:  # a damaged folder or argument may end in anything
         raise ValueError(f"{name} cannot be created: {_first_problem(error)}") from error
