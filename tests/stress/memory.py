@@ -4,7 +4,7 @@
 
 Each model trains in a process of its own in a loop with timm's task and scheduler, on images that route differently at
 each step. After each fifth of the steps, the first of which has made every buffer, resident memory, tensors and the
-objects that Python's collector knows are counted.
+objects that Python's collector knows are counted. The exit status is 1 if a model is found to grow from then on.
 """
 
 import argparse
@@ -84,8 +84,16 @@ MALLOCS = {
     "default": {},
     "MALLOC_ARENA_MAX=1": {"MALLOC_ARENA_MAX": "1"},
     "MALLOC_TRIM_THRESHOLD_=0": {"MALLOC_TRIM_THRESHOLD_": "0"},
+    "MALLOC_MMAP_THRESHOLD_=1048576": {"MALLOC_MMAP_THRESHOLD_": "1048576"},
     "MALLOC_MMAP_THRESHOLD_=65536": {"MALLOC_MMAP_THRESHOLD_": "65536"},
 }
+
+
+def grows(taken: list[Sample]) -> bool:
+    """More tensors after the last step than after the first fifth; 50 objects or 50 MiB are within what varies."""
+    first, last = taken[0], taken[-1]
+    more_objects, more_memory = last.objects - first.objects, last.resident - first.resident
+    return last.tensors > first.tensors or more_objects > 50 or more_memory > 50
 
 
 def in_process(name: str, steps: int, env: dict[str, str], *options: str) -> list[Sample]:
@@ -117,6 +125,7 @@ if __name__ == "__main__":
         + " | tensors | objects | s |"
     )
     print("|---|---|" + "---:|" * 8)
+    growing = []
     for name in args.models:
         for malloc, env in MALLOCS.items() if args.mallocs else [("default", {})]:
             begin = time.monotonic()
@@ -127,4 +136,7 @@ if __name__ == "__main__":
             )
             counts = f"{tensors[0]} → {tensors[1]} | {objects[0]} → {objects[1]}"
             print(f"| {name} | {malloc} | {resident} | {counts} | {time.monotonic() - begin:.0f} |", flush=True)
+            growing += [f"{name} ({malloc})"] * grows(taken)
     print(f"timm_moe {timm_moe.__version__}, timm {timm.__version__}, torch {torch.__version__}")
+    print(f"growing: {', '.join(growing) or 'none'}")
+    sys.exit(bool(growing))
