@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ arguments that made the model small enough; none: it was checked as it is. A nam
 | --- | --- | --- | --- |
 """
 LARGE = 30_000_000
+#: Parameters that still fit into memory, several times.
+LARGEST = 500_000_000
 #: Arguments by which some constructor makes fewer blocks, with all that a family varies still there.
 FEWER_BLOCKS: tuple[dict[str, Any], ...] = (
     dict(depth=4),
+    dict(depth=4, num_kv_heads=4),  # Sapiens-2 states the heads of each block
+    dict(depth=2),
     dict(depths=(2, 2, 2, 2)),
     dict(depths=(1, 1, 2, 2)),
     dict(layers=(1, 1, 1, 1)),
@@ -62,11 +67,13 @@ def smaller(architecture: str, stock: nn.Module) -> dict[str, Any]:
     size = parameters(stock)
     kwargs: dict[str, Any] = {}
     if size > LARGE:
-        kwargs = next((fewer for fewer in FEWER_BLOCKS if _works(architecture, fewer, size)), {})
+        kwargs = next((fewer for fewer in FEWER_BLOCKS if _works(architecture, fewer, min(size, LARGEST))), {})
     pixels = model_input_size(stock)[-1]
-    for image in SMALLER_IMAGES:
-        if image < pixels and _works(architecture, {**kwargs, "img_size": image}):
-            return {**kwargs, "img_size": image}
+    for image, size_option in product(SMALLER_IMAGES, (True, False)):
+        overlay = dict(input_size=(3, image, image))
+        fewer = {**kwargs, **({"img_size": image} if size_option else {}), "pretrained_cfg_overlay": overlay}
+        if image < pixels and _works(architecture, fewer):
+            return fewer
     return kwargs
 
 
@@ -85,12 +92,12 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
     dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
     weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    pretrained = {**kwargs.get("pretrained_cfg_overlay", {}), "state_dict": weights, "num_classes": dense.num_classes}
     model = timm.create_model(
         f"{architecture}_ewa_moe",
         pretrained=True,
         num_experts=2,
-        pretrained_cfg_overlay=dict(state_dict=weights, num_classes=dense.num_classes),
-        **kwargs,
+        **{**kwargs, "pretrained_cfg_overlay": pretrained},
     ).eval()
     model.pretrained_cfg.pop("state_dict")
     assert timm_moe.moe_layers(model)
@@ -113,7 +120,8 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
 
 
 def _trained(model: nn.Module, images: Tensor) -> Any:
-    """The outputs in training mode; random numbers would not be the same ones."""
+    """The outputs in training mode; random numbers would not be the same ones, but for those drawn first, for RoPE."""
+    torch.manual_seed(0)
     for module in model.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -172,7 +180,8 @@ def main(file: str, pattern: str = "*") -> int:
         except Exception as error:
             failed += 1
             result = " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "/")
-        arguments = ", ".join(f"{key}={value}" for key, value in kwargs.items())
+        overlay = kwargs.pop("pretrained_cfg_overlay", {})
+        arguments = ", ".join(f"{key}={value}" for key, value in {**kwargs, **overlay}.items())
         row = f"| `{name}_ewa_moe` | {arguments} | {result} | {time.monotonic() - start:.0f} |"
         print(f"{number}/{len(names)} {row}", flush=True)
         with path.open("a") as output:
