@@ -299,6 +299,17 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
     return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, MoeMlp)}
 
 
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The experts' parameters, (E, ...), by the names that the model, however wrapped, has for them."""
+    experts = {
+        id(stacked)
+        for layer in model.modules()
+        if isinstance(layer, MoeMlp)
+        for _, stacked in layer.named_expert_parameters()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+
+
 def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -> ModelT:
     """A copy with the very parameters and buffers of the model.
 

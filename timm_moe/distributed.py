@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .convert import moe_layers
+from .convert import expert_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
@@ -26,9 +26,8 @@ def expert_placement(model: nn.Module) -> "Callable[[nn.Parameter], Shard | None
     """
     from torch.distributed.tensor import Shard
 
-    layers = moe_layers(model).values()
     # Weak references: once sharded, the whole parameters must not stay in memory.
-    experts = {id(stacked): weakref.ref(stacked) for layer in layers for _, stacked in layer.named_expert_parameters()}
+    experts = {id(stacked): weakref.ref(stacked) for stacked in expert_parameters(model).values()}
 
     def place(parameter: nn.Parameter) -> "Shard | None":
         expert = experts.get(id(parameter))

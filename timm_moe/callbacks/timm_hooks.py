@@ -3,9 +3,8 @@
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
 It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
 ``create_optimizer_v2`` tells biases and matrices by their number of dimensions, of which stacked ones have one more: it
-is told what they are. Its
-``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in it, and compares each
-member of an ensemble with the targets.
+is told what they are. Its ``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in
+it, and compares each member of an ensemble with the targets.
 """
 
 import functools
@@ -27,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..convert import expert_parameters
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from . import aux_loss
 from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
@@ -50,7 +50,7 @@ _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
     call = _optimizer_signature.bind(*args, **kwargs)
     model = call.arguments["model_or_params"]
-    stacked = _stacked_parameters(model) if isinstance(model, nn.Module) else {}
+    stacked = expert_parameters(model) if isinstance(model, nn.Module) else {}
     if not stacked:
         return create_optimizer_v2(*args, **kwargs)
     if "muon" in call.arguments.get("opt", "").lower():
@@ -60,17 +60,6 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
             _logger.info("Muon leaves the experts to its fallback, since their matrices are stacked.")
     with _undecayed(model, {name for name, parameter in stacked.items() if parameter.ndim == 2}):
         return create_optimizer_v2(*call.args, **call.kwargs)
-
-
-def _stacked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The experts' parameters, (E, ...), by the names that the model, however wrapped, has for them."""
-    experts = {
-        id(stacked)
-        for layer in model.modules()
-        if isinstance(layer, MoeMlp)
-        for _, stacked in layer.named_expert_parameters()
-    }
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe, copy_sharing_tensors, moe_layers, without_announcements
+from ..convert import convert_to_moe, copy_sharing_tensors, expert_parameters, moe_layers, without_announcements
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
@@ -65,12 +65,7 @@ class MoeMixin:
 
         timm tells biases by their one dimension where it decays layer by layer; the experts' have two.
         """
-        biases = {
-            f"{path}.{name}"
-            for path, layer in moe_layers(self).items()
-            for name, stacked in layer.named_expert_parameters()
-            if stacked.ndim == 2
-        }
+        biases = {name for name, stacked in expert_parameters(self).items() if stacked.ndim == 2}
         of_stock = getattr(super(), "no_weight_decay", set)  # some families have none
         return {*of_stock(), *biases}
 
