@@ -53,6 +53,7 @@ FEWER_BLOCKS: tuple[dict[str, Any], ...] = (
     dict(depth=4, num_kv_heads=4),  # Sapiens-2 states the heads of each block
     dict(depth=2),
     dict(depths=(2, 2, 2, 2)),
+    dict(depths=(2, 2, 2, 2), embed_dim=128),  # Swin v2 of billions
     dict(depths=(1, 1, 2, 2)),
     dict(layers=(1, 1, 1, 1)),
     dict(stages=(1, 1, 2, 2)),

@@ -182,7 +182,7 @@ def _edit(folder, change):
 def test_damaged_folders(ewa_vit, tmp_path, damage):
     save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
     DAMAGED_FOLDERS[damage](tmp_path / "moe")
-    with pytest.raises(ValueError, match=r"local-dir:.*moe cannot be created: \S+"):
+    with pytest.raises(ValueError, match=r"local-dir:.*moe cannot be created from its config.json and weights: \S+"):
         timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
     assert os.listdir(tmp_path) == ["moe"]
 
@@ -243,6 +243,7 @@ def _write(path, content):
         ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
         ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
         ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),
+        ("a.safetensors", {"state_dict": {}}, "was written by torch.save and is no safetensors file: rename it"),
         ("summary.csv", b"epoch,train_loss,eval_loss\n0,4.4,4.3\n", "is damaged or not a checkpoint"),
         ("a.pth", {"state_dict": Code()}, r"runs code when it is read \(.*system\), which is refused"),
         ("a.pth", pickle.dumps(Code()), "runs code when it is read|is damaged or not a checkpoint"),

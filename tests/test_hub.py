@@ -407,7 +407,7 @@ def test_the_check_comes_first(hub, server, checkpoint, tmp_path):
         assert "head.weight holds NaN or Inf" in hub.refused(tmp_path / "nan.pth.tar", "user/vit", *options)
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     os.truncate(folder / "model.safetensors", 1000)
-    assert "vit cannot be created" in hub.refused(folder, "user/vit")
+    assert "vit cannot be created from its config.json and weights" in hub.refused(folder, "user/vit")
     assert [path for _, path, _ in server.requests] == ["/api/whoami-v2"] * 3
 
 

@@ -116,6 +116,18 @@ def test_no_resume_opt_takes_the_place_in_the_schedule_from_the_epoch(tmp_path, 
     assert "EWA: the share rate continues after update 3 of 6." in caplog.messages
 
 
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_adamw"])
+def test_the_optimizer_of_a_dense_run_is_not_that_of_experts(dense_vit, tmp_path, opt):
+    optimizer = create_optimizer_v2(dense_vit, opt=opt, lr=1e-3, weight_decay=0.05)
+    dense_vit(torch.randn(4, 3, 32, 32)).square().mean().backward()
+    optimizer.step()
+    file = str(tmp_path / "dense.pth.tar")
+    torch.save({"epoch": 0, "state_dict": dense_vit.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    with pytest.raises(ValueError, match="that of a dense model, not of its experts: begin with a new one"):
+        Training(tmp_path, resume=file, opt=opt).run()
+    Training(tmp_path, resume=file, opt=opt, no_resume_opt=True).run()
+
+
 def test_start_epoch(tmp_path):
     assert Training(tmp_path, start_epoch=1).run().rates == FULL_RUN[3:]
 

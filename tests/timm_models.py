@@ -83,6 +83,10 @@ class TheseModels:
         of_these = [item for item in items if _model_name(item) in self.listed]
         config.hook.pytest_deselected(items=[item for item in items if item not in of_these])
         items[:] = of_these
+        if not items:
+            raise pytest.UsageError(
+                f"No test of timm's is for a model of this package named {' '.join(self.patterns)}."
+            )
         for item in items:
             for test, models, reason in EXCLUDED:
                 if fnmatch(item.originalname, test) and fnmatch(_model_name(item), models):
@@ -110,7 +114,12 @@ def main() -> int:
     folder = sources()
     print(f"timm {timm.__version__}, tests of {folder}")
     files = ["-c", str(folder / "pyproject.toml"), str(folder / "tests" / "test_models.py")]
-    return pytest.main([*files, "--import-mode=importlib", *pytest_options], [TheseModels(options.models)])
+    quiet = [
+        "--import-mode=importlib",
+        "-W",
+        "ignore::pytest.PytestUnknownMarkWarning",
+    ]  # marks of plugins, maybe absent
+    return pytest.main([*files, *quiet, *pytest_options], [TheseModels(options.models)])
 
 
 if __name__ == "__main__":

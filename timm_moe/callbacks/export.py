@@ -23,7 +23,7 @@ from ..convert import copy_sharing_tensors, moe_layers, to_dense_
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
-from .source import ModelSpec, describe, load_source
+from .source import ModelSpec, first_problem, load_source
 
 _logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def _load(folder: Path, loader: str) -> nn.Module:
     except Exception as error:
         raise ValueError(
             f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
-            f"them in model_args. timm says: {describe(error)}"
+            f"them in model_args. timm says: {first_problem(error)}"
         ) from error
 
 

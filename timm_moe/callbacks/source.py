@@ -102,7 +102,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
-        raise ValueError(f"The weights in {path} do not fit {name}: {_first_problem(error)}") from error
+        raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(error)}") from error
     if train_args:
         try:
             preprocessing = resolve_data_config(train_args, model=model)
@@ -129,7 +129,8 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
             model._model_args = {**_saved_args(name), **given}  # type: ignore[assignment]
         return model
     except Exception as error:  # a damaged folder or argument may end in anything
-        raise ValueError(f"{name} cannot be created: {_first_problem(error)}") from error
+        from_files = " from its config.json and weights" if name.startswith(_NAME_PREFIXES) else ""
+        raise ValueError(f"{name} cannot be created{from_files}: {first_problem(error)}") from error
 
 
 def _saved_args(name: str) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
                 raise ValueError(f"{origin} states {name}={number:g}, too much for weights of {size:,} bytes.")
 
 
-def _first_problem(error: Exception) -> str:
+def first_problem(error: Exception) -> str:
     """The first thing that a load_state_dict complains about, where it lists many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
@@ -172,6 +173,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: if the file is damaged, is no checkpoint, or needs code.
     """
     damaged = f"{path} is damaged or not a checkpoint"
+    if path.suffix == ".safetensors" and zipfile.is_zipfile(path):
+        raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))

@@ -44,6 +44,7 @@ _DISTILLATION_TASKS: list[Any] = [
 #: Averagings that were attached here, not by the user, with the updates per epoch of their run.
 _attached: "weakref.WeakKeyDictionary[ExpertWeightAveraging, int]" = weakref.WeakKeyDictionary()
 _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_stepped: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 @functools.wraps(create_optimizer_v2)
@@ -187,6 +188,22 @@ def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> Non
         )
 
 
+def _refuse_dense_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise an error at the first step if an optimizer of experts resumed the state of a dense model's."""
+    if not MoeMlp.alive or optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    for layer in trained_layers(optimizer, MoeMlp.alive):
+        for _, stacked in layer.named_expert_parameters():
+            state = optimizer.state.get(stacked, {})
+            moment = state.get("exp_avg", state.get("momentum_buffer"))
+            if moment is not None and moment.shape == stacked.shape[1:]:
+                raise ValueError(
+                    "The optimizer's state that was loaded is that of a dense model, not of its experts: begin with a "
+                    "new one (train.py --no-resume-opt)."
+                )
+
+
 def wrap_factories() -> None:
     """Put the wrapped factories wherever timm's own stand, also in a script that already imported them."""
     here = sys.modules[__name__]
@@ -209,4 +226,5 @@ def install() -> None:
     for task_class in _DISTILLATION_TASKS:
         task_class.__init__ = _without_members(task_class.__init__)
     register_optimizer_step_pre_hook(_warn_without_averaging)
+    register_optimizer_step_pre_hook(_refuse_dense_state)
     register_optimizer_step_pre_hook(aux_loss.before_step)

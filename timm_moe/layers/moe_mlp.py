@@ -78,7 +78,16 @@ class MoeMlp(Experts):
             state_dict.setdefault(name, value)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
-        """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs)."""
+        """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs).
+
+        Raises:
+            RuntimeError: in an export to ONNX.
+        """
+        if torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "Routed experts cannot be exported to ONNX, whose exporters do not translate the stable sort by which "
+                "they queue: export the dense network that timm-moe export makes of them."
+            )
         if routing is None:
             routing = self.router(x)
         x_ND = dispatch(x.reshape(-1, x.shape[-1]), routing)

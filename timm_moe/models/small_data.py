@@ -236,7 +236,7 @@ _CFG: dict[str, Any] = dict(
     classifier="head",
 )
 _PIT_CFG = {**_CFG, "first_conv": "patch_embed.conv"}
-_SWIN_CFG = {**_CFG, "classifier": "head.fc"}
+_SWIN_CFG = {**_CFG, "classifier": "head.fc", "pool_size": (4, 4)}
 
 _CFGS: dict[str, Any] = (
     dict.fromkeys(("vit_xtiny", "vit_xtiny_ewa_moe", "vit_xtiny_moe"), _CFG)
