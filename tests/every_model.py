@@ -3,8 +3,9 @@
 For each name, with 2 experts in every other feed-forward network:
 
 1. without memory for weights, at full size: the dense model that it becomes has the stock model's tensors and shapes;
-2. random weights of the stock model are loaded as pretrained ones by timm's ``create_model``: in eval mode the outputs
-   equal the stock model's, in training mode they agree;
+2. random weights of the stock model are loaded as pretrained ones by timm's ``create_model`` (those of hybrids with a
+   ResNet of its own by ``load_state_dict``): in eval mode the outputs equal the stock model's, in training mode they
+   agree;
 3. ``export_dense`` writes it, which loads it again with stock timm and compares outputs; the tensors in the file are
    those of 2., bit for bit.
 
@@ -94,12 +95,15 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
     weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     pretrained = {**kwargs.get("pretrained_cfg_overlay", {}), "state_dict": weights, "num_classes": dense.num_classes}
+    needs_hub = fnmatch(architecture, "vit_*_resnet*")  # timm fetches the weights of the ResNet in it besides
     model = timm.create_model(
         f"{architecture}_ewa_moe",
-        pretrained=True,
+        pretrained=not needs_hub,
         num_experts=2,
         **{**kwargs, "pretrained_cfg_overlay": pretrained},
     ).eval()
+    if needs_hub:
+        model.load_state_dict(weights)
     model.pretrained_cfg.pop("state_dict")
     assert timm_moe.moe_layers(model)
     assert model.pretrained_cfg["architecture"] == f"{architecture}_ewa_moe"
@@ -133,9 +137,12 @@ def _trained(model: nn.Module, images: Tensor) -> Any:
 
 def check_shapes(architecture: str, stock: nn.Module) -> None:
     """Step 1."""
-    dense = timm_moe.to_dense(weightless_model(f"{architecture}_ewa_moe", num_experts=2))
+    experts = weightless_model(f"{architecture}_ewa_moe", num_experts=2)
+    dense = timm_moe.to_dense(experts)
     assert type(dense) is type(stock)
     assert _shapes(dense) == _shapes(stock)
+    # without repetitions, so that what shares its weights goes on to share them
+    assert [name for name, _ in experts.named_parameters()] == [name for name, _ in stock.named_parameters()]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

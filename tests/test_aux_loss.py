@@ -525,6 +525,16 @@ def test_summary_of_a_loop():
     assert timm_moe.routing_summary(model) != summaries
 
 
+@pytest.mark.skipif(not hasattr(TrainingTask, "setup_ema"), reason="this version of timm has its EMA elsewhere")
+def test_summary_of_a_task_leaves_out_its_ema():
+    task = ClassificationTask(make_model(), nn.CrossEntropyLoss(), device=CPU)
+    task.setup_ema()
+    task.train()(*batch())
+    summaries = timm_moe.routing_summary(task)
+    assert [name.rpartition("module")[0] for name in summaries] == ["trainable_"] * 2
+    assert all("dropped" in str(summary) for summary in summaries.values())
+
+
 def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
     images, targets = batch()
     model = make_model()

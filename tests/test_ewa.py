@@ -160,6 +160,16 @@ def test_accumulated_gradients_are_one_update(ewa_vit):
     assert averaging.share_rate == 0.4
 
 
+def test_a_compiled_step_is_followed_by_averaging(ewa_vit):
+    optimizer, averaging = averaged(ewa_vit, rate=0.75, schedule="constant", total_updates=2)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        step()
+        assert spread(ewa_vit) < 1e-6
+    assert averaging.updates == 2
+
+
 def test_the_rate_of_each_step_is_applied(ewa_vit):
     """Against averaging by hand, step by step, from the paper's formula."""
     by_hand = copy.deepcopy(ewa_vit)

@@ -75,6 +75,29 @@ def test_a_small_one_of_each_family(architecture):
     check(architecture, SMALL[architecture])
 
 
+@pytest.mark.parametrize("architecture", SMALL)
+def test_experts_that_differ_become_their_mean(architecture, tmp_path):
+    """Wherever the network stands: CoaT's blocks have it in three places."""
+    if not timm.is_model(architecture):
+        pytest.skip(f"timm {timm.__version__} has no {architecture}")
+    model = timm.create_model(f"{architecture}_ewa_moe", **SMALL[architecture])
+    assert all(spread(layer) > 0 for layer in timm_moe.moe_layers(model).values())
+    assert timm_moe.export_dense(model, tmp_path / "dense", model_args=SMALL[architecture]).exact
+
+
+def spread(layer):
+    return max((stacked - stacked.mean(0)).abs().max() for _, stacked in layer.named_expert_parameters())
+
+
+def test_windows_that_were_changed_later_are_not_lost(tmp_path):
+    model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN, window_size=2)
+    model.set_input_size((128, 128))
+    with pytest.raises(ValueError, match=r"does not load .*relative_position_bias_table as it was saved"):
+        timm_moe.export_dense(model, tmp_path / "swin")
+    now = {**TINY_SWIN, "img_size": 128, "window_size": 4}
+    assert timm_moe.export_dense(model, tmp_path / "swin", model_args=now).exact
+
+
 def test_every_family_has_a_small_one_here():
     families = {model_entrypoint(name).__module__ for name in SMALL if timm.is_model(name)}
     with_models = {f"timm.models.{name}" for name, module in ewa._families.items() if module.__all__}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_moe
+from timm_moe.callbacks import export as export_module
 from timm_moe.callbacks.source import ModelSpec
 from timm_moe.cli import main
 
@@ -132,6 +133,24 @@ def test_a_model_changed_after_its_creation(ewa_vit, tmp_path):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     config = json.loads((tmp_path / "vit/config.json").read_text())
     assert (config["num_classes"], config["pretrained_cfg"]["input_size"]) == (7, [3, 48, 48])
+
+
+def test_parameters_keep_their_types(ewa_vit, tmp_path):
+    ewa_vit.bfloat16().head.float()
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert ewa_vit.head.weight.dtype == torch.float32
+    assert ewa_vit.blocks[1].mlp.fc1.weight.dtype == torch.bfloat16
+
+
+def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeypatch):
+    torch.nn.init.trunc_normal_(ewa_vit.head.weight, std=1e-4)
+    outputs = export_module._outputs
+    off = {True: 1.0, False: 1.01}
+    monkeypatch.setattr(
+        export_module, "_outputs", lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))]
+    )
+    with pytest.raises(ValueError, match="outputs differ from the source's"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
 
 
 def test_dynamic_image_size_keeps_the_size_of_the_config(tmp_path):
@@ -328,6 +347,7 @@ def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
     for kwargs, message in [
         ({"num_experts": 8}, "has 4 experts in blocks.1.mlp.fc1.weight, the model has 8"),
         ({"moe_layers": "1"}, r"has 4 experts in blocks.3.mlp.fc1.weight, where the model has none: .* moe_layers"),
+        ({"moe_layers": "1,2,3"}, "has experts, but none in blocks.2.mlp.fc1.weight, where the model has some"),
     ]:
         with pytest.raises(ValueError, match=message):
             timm_moe.export_dense(

@@ -208,10 +208,9 @@ def convert_to_moe(
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put a module in the place of another, in every block that shares it."""
-    for module in model.modules():
-        for name, child in list(module.named_children()):
-            if child is old:
-                setattr(module, name, new)
+    for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is old]:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new)
 
 
 def _refuse_foreign_options(router: str, options: dict[str, Any]) -> None:

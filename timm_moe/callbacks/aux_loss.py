@@ -87,7 +87,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     losses = []
     for layer in _routed_layers(model):
-        if layer.router.pending:
+        if layer.router.pending and layer.router.records:  # an EMA of the model is announced, and never run
             _check_finite(layer, _count(layer.router))
             layer.router.pending = False
         losses += [record.weighted_loss for record in layer.router.records if record.weighted_loss is not None]
@@ -139,6 +139,7 @@ def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, 
     return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
 
 
+@torch.compiler.disable
 def before_step(optimizer: Optimizer, *args: Any) -> None:
     """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
     routed = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]

@@ -193,6 +193,7 @@ class ExpertWeightAveraging:
         self._handle.remove()
         self._alive.discard(self)
 
+    @torch.compiler.disable
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # set while a GradScaler steps a fused optimizer
         if found_inf is not None and found_inf.item():

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -19,13 +18,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
-from safetensors.torch import load_file
 from timm.utils import unwrap_model
 from torch import nn
 
 from ..convert import moe_layers
 from ..version import __version__
-from .export import export_dense, export_moe, require_same_tensors
+from .export import export_dense, export_moe, load_exactly
 from .model_card import Card, Statements, find_origin
 from .source import ModelSpec, describe, load_source
 
@@ -204,12 +202,9 @@ def _folder_of(source: nn.Module | str | Path) -> Path | None:
 
 def _check(folder: Path) -> nn.Module:
     """The model that timm loads from a folder, bit for bit what its file holds."""
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
+    if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    require_same_tensors(load_file(weights), loaded)
-    return loaded
+    return load_exactly(folder, "timm")
 
 
 def _publish(folder: Path, card: Card, destination: Destination, api: HfApi | None) -> Push:

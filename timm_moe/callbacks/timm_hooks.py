@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import timm.task
+import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -175,6 +176,7 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
     return observe_and_call
 
 
+@torch.compiler.disable  # the step of an optimizer may be compiled
 def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Say once that experts are trained which nothing averages, though they have a share rate."""
     if not MoeMlp.alive or optimizer in _warned or ExpertWeightAveraging.of(optimizer):
@@ -188,6 +190,7 @@ def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> Non
         )
 
 
+@torch.compiler.disable
 def _refuse_dense_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error at the first step if an optimizer of experts resumed the state of a dense model's."""
     if not MoeMlp.alive or optimizer in _stepped:

@@ -101,7 +101,7 @@ class _Family(ModuleType):
         return made
 
 
-def _expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
+def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
     """``Moe<Class>``, from the module here where pickle looks for it."""
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
 
@@ -131,7 +131,7 @@ def _build_model_with_cfg(model_cls: Any, variant: str, *args: Any, **kwargs: An
     if "out_features" in kwargs:  # which some look up by the pretrained tag: an exported model has none
         request.dense_args["out_features"] = kwargs["out_features"]
     # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
-    return build_model_with_cfg(_expert_class(model_cls), f"{request.architecture}_ewa_moe", *args, **kwargs)
+    return build_model_with_cfg(expert_class(model_cls), f"{request.architecture}_ewa_moe", *args, **kwargs)
 
 
 @functools.cache

@@ -46,6 +46,14 @@ class MoeMixin:
                     f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model has none: create the "
                     "model with the moe_layers of the checkpoint."
                 )
+        experts = {prefix + name: stacked for name, stacked in expert_parameters(self).items()}
+        loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
+        dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name].ndim]
+        if 0 < len(dense) < len(loaded_experts):
+            raise ValueError(
+                f"The checkpoint has experts, but none in {dense[0]}, where the model has some: create the model with "
+                "the moe_layers of the checkpoint."
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:

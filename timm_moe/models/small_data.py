@@ -13,6 +13,7 @@ from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 from ..layers.checks import check_flag
+from .ewa import expert_class
 from .locality import (
     LocalityAttention,
     LocalityWindowAttention,
@@ -152,22 +153,10 @@ class MoeLocalVisionTransformer(MoeMixin, LocalVisionTransformer):
     stock_class = LocalVisionTransformer
 
 
-class MoePoolingVisionTransformer(MoeMixin, PoolingVisionTransformer):
-    """timm's PiT with expert layers."""
-
-    stock_class = PoolingVisionTransformer
-
-
 class MoeLocalPoolingVisionTransformer(MoeMixin, LocalPoolingVisionTransformer):
     """A PiT for small data sets with expert layers."""
 
     stock_class = LocalPoolingVisionTransformer
-
-
-class MoeSwinTransformer(MoeMixin, SwinTransformer):
-    """timm's Swin Transformer with expert layers."""
-
-    stock_class = SwinTransformer
 
 
 class MoeLocalSwinTransformer(MoeMixin, LocalSwinTransformer):
@@ -209,7 +198,7 @@ _PIT = Family(
     "pit_xs_224",
     dict(img_size=32, patch_size=2, stride=2, mlp_ratio=2, num_classes=100)
     | dict(base_dims=(48, 48, 48), depth=(2, 6, 4), heads=(2, 4, 8)),
-    (LocalPoolingVisionTransformer, MoePoolingVisionTransformer, MoeLocalPoolingVisionTransformer),
+    (LocalPoolingVisionTransformer, expert_class(PoolingVisionTransformer), MoeLocalPoolingVisionTransformer),
     pit.checkpoint_filter_fn,
     dict(feature_cls="hook", out_indices=(0, 1, 2)),
 )
@@ -218,7 +207,7 @@ _SWIN = Family(
     "swin_tiny_patch4_window7_224",
     dict(img_size=32, patch_size=2, window_size=4, mlp_ratio=2, num_classes=100)
     | dict(embed_dim=96, depths=(2, 6, 4), num_heads=(3, 6, 12)),
-    (LocalSwinTransformer, MoeSwinTransformer, MoeLocalSwinTransformer),
+    (LocalSwinTransformer, expert_class(SwinTransformer), MoeLocalSwinTransformer),
     swin_transformer.checkpoint_filter_fn,
     dict(flatten_sequential=True, out_indices=(0, 1, 2)),
 )
