@@ -3,9 +3,8 @@
 For each name, with 2 experts in every other feed-forward network:
 
 1. without memory for weights, at full size: the dense model that it becomes has the stock model's tensors and shapes;
-2. random weights of the stock model are loaded as pretrained ones by timm's ``create_model`` (those of hybrids with a
-   ResNet of its own by ``load_state_dict``): in eval mode the outputs equal the stock model's, in training mode they
-   agree;
+2. random weights of the stock model are loaded as pretrained ones by timm's ``create_model``: in eval mode the outputs
+   equal the stock model's, in training mode they agree;
 3. ``export_dense`` writes it, which loads it again with stock timm and compares outputs; the tensors in the file are
    those of 2., bit for bit.
 
@@ -19,16 +18,19 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import timm
 import torch
 from safetensors.torch import load_file
-from timm.models import model_entrypoint
+from timm.models import model_entrypoint, vision_transformer_hybrid
 from torch import Tensor, nn
 
 import timm_moe
@@ -95,15 +97,12 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
     weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     pretrained = {**kwargs.get("pretrained_cfg_overlay", {}), "state_dict": weights, "num_classes": dense.num_classes}
-    needs_hub = fnmatch(architecture, "vit_*_resnet*")  # timm fetches the weights of the ResNet in it besides
     model = timm.create_model(
         f"{architecture}_ewa_moe",
-        pretrained=not needs_hub,
+        pretrained=True,
         num_experts=2,
         **{**kwargs, "pretrained_cfg_overlay": pretrained},
     ).eval()
-    if needs_hub:
-        model.load_state_dict(weights)
     model.pretrained_cfg.pop("state_dict")
     assert timm_moe.moe_layers(model)
     assert model.pretrained_cfg["architecture"] == f"{architecture}_ewa_moe"
@@ -165,6 +164,20 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+@contextmanager
+def without_downloads() -> Iterator[None]:
+    """Beside their own weights, timm fetches those of the ResNet in some hybrids, which they replace."""
+    with ExitStack() as stack:
+        for name in ("resnet26d", "resnet50d"):
+            untrained = partial(_untrained, getattr(vision_transformer_hybrid, name))
+            stack.enter_context(mock.patch.object(vision_transformer_hybrid, name, untrained))
+        yield
+
+
+def _untrained(resnet: Callable[..., nn.Module], pretrained: bool, **kwargs: Any) -> nn.Module:
+    return resnet(pretrained=False, **kwargs)
+
+
 def missing() -> list[str]:
     """Architectures of timm without an ``_ewa_moe`` that have feed-forward networks for it."""
     stock = [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("timm.models.")]
@@ -184,7 +197,8 @@ def main(file: str, pattern: str = "*") -> int:
             stock = weightless_model(name)
             check_shapes(name, stock)
             kwargs = smaller(name, stock)
-            check(name, kwargs)
+            with without_downloads():
+                check(name, kwargs)
         except Exception as error:
             failed += 1
             result = " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "/")
