@@ -4,9 +4,11 @@ import pytest
 import timm
 import torch
 from conftest import SMALL_VIT
+from timm.layers import Mlp
 from torch import nn
 
 from timm_moe import moe_layers
+from timm_moe.layers import EwaMlp
 
 SMALL = {**SMALL_VIT, "num_experts": 3}
 MODELS = {
@@ -42,6 +44,15 @@ def test_the_script_computes_what_the_model_does(name, images, tmp_path):
     assert list(model.state_dict()) == names
     weights = sum(value.numel() * value.element_size() for value in model.state_dict().values())
     assert (tmp_path / "model.pt").stat().st_size < weights + 500_000
+
+
+def test_each_layer_of_a_script_has_its_own_weights():
+    """torch forgets the layers that it replaces, and takes a new one at the place in memory of an old one for that."""
+    for _ in range(5):
+        layers = nn.Sequential(*(EwaMlp(Mlp(8, 12), 2, "independent") for _ in range(6))).eval()
+        x = torch.randn(3, 4, 8)
+        expected = layers(x)
+        torch.testing.assert_close(torch.jit.script(layers)(x), expected)
 
 
 def test_the_script_has_the_weights_of_the_model(images):

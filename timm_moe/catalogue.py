@@ -41,8 +41,8 @@ builds every model without its weights.
 
 `python tests/every_model.py docs/models_checked.md` checks each name: that random dense weights, loaded as pretrained
 ones, give the stock model's outputs in eval and in training mode, and that `export_dense` gives these weights back bit
-for bit. The 565 of timm 1.0.31 all pass; [models_checked.md](models_checked.md) has them one by one, and which were made
-smaller for it (those of many parameters have fewer blocks, most have smaller images).
+for bit. The 565 of timm 1.0.31 all pass; [models_checked.md](models_checked.md) has them one by one, and which were
+made smaller for it (those of many parameters have fewer blocks, most have smaller images).
 
 ## Left out
 

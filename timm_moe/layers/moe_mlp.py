@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, mean_over_experts
 from .routing import ImageRouter, RandomPartition, TopKRouter
-from .scripting import ScriptableMlp, ScriptableMoeMlp
+from .scripting import ScriptableMlp, ScriptableMoeMlp, replacing
 
 
 class MoeMlp(Experts):
@@ -110,7 +110,7 @@ class MoeMlp(Experts):
                 "model in eval mode instead."
             )
         weights = dict(self.named_expert_parameters())
-        return ScriptableMoeMlp(
+        scriptable = ScriptableMoeMlp(
             [
                 self.to_ffn({name: stacked[expert] for name, stacked in weights.items()})
                 for expert in range(self.num_experts)
@@ -120,7 +120,8 @@ class MoeMlp(Experts):
             router.gate_mode,
             isinstance(router, ImageRouter),
             getattr(self, "shared", None),
-        ).train(self.training)
+        )
+        return replacing(self, scriptable)
 
 
 class SharedExpertMlp(MoeMlp):
@@ -223,4 +224,4 @@ class EwaMlp(MoeMlp):
         if self.eval_mode != "average":
             return super().__prepare_scriptable__()
         mean = {name: mean_over_experts(stacked) for name, stacked in self.networks().items()}
-        return ScriptableMlp(self.to_ffn(mean)).train(self.training)
+        return replacing(self, ScriptableMlp(self.to_ffn(mean)))

@@ -3,10 +3,21 @@
 Shape suffixes: T rows, D width, E experts, K choices of a row, B images, N rows of an image.
 """
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+#: By what stands for them, modules that torch.jit.script has replaced. It knows what it has seen by ``id``, which the
+#: next module would get if one of them were gone, and then its weights.
+_replaced: "weakref.WeakKeyDictionary[nn.Module, nn.Module]" = weakref.WeakKeyDictionary()
+
+
+def replacing(original: nn.Module, scriptable: nn.Module) -> nn.Module:
+    """The scriptable module, in the original's mode; the original lives as long."""
+    _replaced[scriptable] = original
+    return scriptable.train(original.training)
 
 
 class ScriptableMlp(nn.Module):
