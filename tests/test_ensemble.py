@@ -21,6 +21,7 @@ from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
 
 import timm_moe
+from timm_moe import info
 from timm_moe.checkpoints.vmoe import import_checkpoint, state_dict_from_flax
 from timm_moe.demo import load_images
 from timm_moe.layers import EnsembleRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter
@@ -351,7 +352,20 @@ def test_checkpointing_and_compilation(images):
     model.set_grad_checkpointing(False)
     torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", dynamic=True)(images), expected)
-    torch.testing.assert_close(torch.jit.trace(model.eval(), images)(images), model(images))
+    traced = torch.jit.trace(model.eval(), images[:2])
+    for part in (images, images[:1]):  # capacities are those of the batch
+        torch.testing.assert_close(traced(part), model(part))
+
+
+def test_what_a_row_passes_through():
+    sizes = {kind: info.activated_parameters(ensemble(ensemble=kind)) for kind in ("pbe", "partitioning")}
+    expert = info.expert_parameters(next(iter(timm_moe.moe_layers(ensemble()).values())))
+    assert sizes["partitioning"] == sizes["pbe"] + 2 * expert  # in two layers, an expert of the other member too
+    degrees = {
+        kind: timm_moe.moe_layers(ensemble(ensemble=kind))["blocks.3.mlp"].router.routing_degree()
+        for kind in ("pbe", "tiling")
+    }
+    assert degrees == {"pbe": 4, "tiling": 16}
 
 
 def test_upcycled_from_a_dense_or_an_expert_checkpoint(dense_vit, images):

@@ -53,6 +53,18 @@ def test_svd_matches_the_golden_file(case, ratio):
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9))
 
 
+def test_a_norm_of_the_hidden_units_goes_with_them():
+    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").double().networks()
+    networks["norm.weight"] = torch.arange(16.0).double().view(2, 8)
+    networks["norm.bias"] = -networks["norm.weight"]
+    gathered = top_units(networks)
+    for unit, (scale, shift) in enumerate(zip(gathered["norm.weight"], gathered["norm.bias"], strict=True)):
+        expert, kept = divmod(int(scale), 8)
+        assert shift == -scale
+        assert torch.equal(gathered["fc1.weight"][unit], networks["fc1.weight"][expert, kept])
+        assert torch.equal(gathered["fc2.weight"][:, unit], networks["fc2.weight"][expert, :, kept])
+
+
 @settings(max_examples=50, deadline=None)
 @given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
 def test_identities(shape, ffn, seed):

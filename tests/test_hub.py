@@ -474,6 +474,10 @@ def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_pat
     metadata = front_matter(push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card)
     assert metadata["base_model"] == "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     assert (metadata["license"], metadata["datasets"]) == ("apache-2.0", ["uoft-cs/cifar100"])
+    content["args"].initial_checkpoint = "mine.pth"  # is loaded last
+    torch.save(content, tmp_path / "last.pth.tar")
+    metadata = front_matter(push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card)
+    assert not {"base_model", "license"} & metadata.keys()
 
 
 def test_models_in_memory():

@@ -33,6 +33,27 @@ def test_values_of_the_golden_file_over_batches(case, make, key, from_logits):
     torch.testing.assert_close(metric.compute().double(), arrays[key], rtol=1e-6, atol=1e-6)
 
 
+def test_probabilities_that_rounding_brings_above_one():
+    """torchmetrics takes a batch with any value above 1 for logits."""
+    labels = torch.zeros(4, dtype=torch.long)
+    calibration = metrics.CalibrationError(2, from_logits=False)
+    calibration.update(torch.tensor([[0.9, 0.1], [1.0000001, 0.0], [0.9, 0.1], [1.0, 0.0]]), labels)
+    assert calibration.compute() == pytest.approx(0.05, abs=1e-6)
+    confidence, is_in = torch.tensor([1.0000001, 0.9, 0.3, 0.2]), torch.tensor([1, 1, 0, 0])
+    for metric, perfect in ((metrics.AUROC(), 1), (metrics.FPRAt95(), 0)):
+        metric.update(confidence, is_in)
+        assert metric.compute() == perfect
+
+
+def test_members_that_disagree_though_together_they_make_no_error():
+    metric = metrics.NormalizedDisagreement()
+    metric.update(torch.tensor([[[3.0, 0.0], [0.0, 1.0]]]), torch.tensor([0]))
+    assert metric.compute() == float("inf")
+    metric.reset()
+    metric.update(torch.tensor([[[3.0, 0.0], [3.0, 1.0]]]), torch.tensor([0]))
+    assert metric.compute() == 0
+
+
 def test_out_of_distribution(case):
     arrays = case[0]
     confidence = torch.cat([arrays["ood_conf_in"], arrays["ood_conf_out"]])

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from conftest import SMALL_VIT
 from safetensors.torch import save_file
 from timm.layers import Mlp, SwiGLU
 
@@ -92,6 +93,23 @@ def test_image_routing_needs_a_class_token(options):
         model = timm.create_model(name, **options)
     with pytest.raises(ValueError, match=f"the class token of an image choose, but this {type(model).__name__} has"):
         timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "xcit_nano_12_p16_224", "convit_tiny"])
+def test_image_routing_needs_the_class_token_to_be_first(name):
+    model = timm.create_model(name, depth=2)
+    with pytest.raises(ValueError, match=f"which in this {type(model).__name__} is not the class token; it is in Vis"):
+        timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_image_routing(dynamic):
+    model = timm.create_model("vimoe_s14", **SMALL_VIT, num_experts=4)
+    images = torch.randn(6, 3, 32, 32)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(compiled(images), model(images))
+    model.eval()
+    torch.testing.assert_close(compiled(images), model(images))
 
 
 def test_the_dense_control_is_the_sum_of_two_networks():

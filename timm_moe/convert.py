@@ -10,7 +10,16 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from timm.layers import GluMlp, Mlp, SwiGLU
-from timm.models import register_notrace_module
+from timm.models import (
+    Beit,
+    Eva,
+    MultiScaleVit,
+    NaFlexVit,
+    PoolingVisionTransformer,
+    VisionTransformer,
+    VisionTransformerRelPos,
+    register_notrace_module,
+)
 from timm.models.tiny_vit import NormMlp
 from timm.models.vitamin import GeGluMlp
 from timm.utils import unwrap_model
@@ -56,6 +65,12 @@ ENSEMBLES = {
     "partitioning": PartitionedRouter,
     "multi_head": MultiHeadRouter,
 }
+
+#: Models whose blocks see the class token as the first token of an image (XCiT's and CaiT's see it in the last blocks).
+CLASS_TOKEN_FIRST: tuple[type, ...] = (
+    *(VisionTransformer, VisionTransformerRelPos, NaFlexVit),
+    *(Beit, Eva, PoolingVisionTransformer, MultiScaleVit),
+)
 
 # Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
 register_notrace_module(MoeMlp)
@@ -169,6 +184,12 @@ def convert_to_moe(
     if routing_unit == "image" and getattr(model, "cls_token", None) is None:
         raise ValueError(
             f"routing_unit='image' lets the class token of an image choose, but this {type(model).__name__} has none."
+        )
+    if routing_unit == "image" and not isinstance(model, CLASS_TOKEN_FIRST):
+        known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
+        raise ValueError(
+            "routing_unit='image' lets the first token of an image choose, which in this "
+            f"{type(model).__name__} is not the class token; it is in {known}."
         )
     _check_ensemble(model, ensemble, ensemble_size, top_k, routing_unit)
     share_rate, share_schedule = _sharing(router, num_experts, share_rate, share_schedule)

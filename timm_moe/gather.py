@@ -29,7 +29,8 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
     """The strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
 
     The strength of a unit is the sum of the norms of its weights to and from it; what leads into a unit and out of it
-    is kept together. If E does not divide H, the first experts give one unit more.
+    is kept together, and what a norm of the hidden units has for it; biases are averaged. If E does not divide H, the
+    first experts give one unit more.
 
     Raises:
         ValueError: if the network is not of layers into one hidden layer and one, named ``fc2``, out of it.
@@ -50,8 +51,10 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
     def of_kept(tensor: Tensor, dim: int) -> Tensor:
         return torch.cat([part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim)
 
+    of_norm = {name: tensor for name, tensor in stacked.items() if name.startswith("norm.")}
     return {
-        **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3}),
+        **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3 and name not in of_norm}),
+        **{name: of_kept(tensor, 0) for name, tensor in of_norm.items()},
         **{name: of_kept(rows, 1).flatten(0, 1) for name, rows in inward.items()},
         "fc2.weight": of_kept(outward_EDH, 1),
     }

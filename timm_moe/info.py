@@ -151,7 +151,7 @@ def expert_parameters(layer: MoeMlp) -> int:
 
 
 def _top_k(layer: MoeMlp) -> int:
-    return layer.router.top_k if isinstance(layer.router, TopKRouter) else 1
+    return layer.router.experts_of_row() if isinstance(layer.router, TopKRouter) else 1
 
 
 def evaluation_cost(model: nn.Module) -> Cost:

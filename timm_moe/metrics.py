@@ -137,7 +137,7 @@ class Disagreement(_MeanOverPairs):
 
 
 class NormalizedDisagreement(Metric):
-    """Disagreement divided by the ensemble's error rate; 0 if both are 0."""
+    """Disagreement divided by the ensemble's error rate; 0 if both are 0, infinite if only the error is."""
 
     full_state_update = False
 
@@ -151,9 +151,21 @@ class NormalizedDisagreement(Metric):
         self.disagreement.update(outputs, labels)
         self.error.update(outputs, labels)
 
+    def reset(self) -> None:
+        """Begin anew."""
+        super().reset()
+        self.disagreement.reset()
+        self.error.reset()
+
     def compute(self) -> Tensor:
         """The quotient."""
-        return self.disagreement.compute() / self.error.compute().clamp(min=torch.finfo(torch.float64).tiny)
+        disagreement = self.disagreement.compute()
+        return torch.where(disagreement == 0, disagreement, disagreement / self.error.compute())
+
+
+def _at_most_1(probability: Tensor) -> Tensor:
+    """Rounding may bring a sum of probabilities above 1, where torchmetrics takes the whole batch for logits."""
+    return probability.clamp(max=1)
 
 
 class CalibrationError(MulticlassCalibrationError):
@@ -165,7 +177,8 @@ class CalibrationError(MulticlassCalibrationError):
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
         """Take in a batch of outputs and their labels (B,)."""
-        super().update(ensemble_log_probabilities(log_probabilities(outputs, self.from_logits)).exp(), labels)
+        p_BC = ensemble_log_probabilities(log_probabilities(outputs, self.from_logits)).exp()
+        super().update(_at_most_1(p_BC), labels)
 
 
 class AUROC(BinaryAUROC):
@@ -174,9 +187,17 @@ class AUROC(BinaryAUROC):
     ``update(confidence, is_in)``: the largest probability of each image, and 1 for the training distribution, 0 else.
     """
 
+    def update(self, confidence: Tensor, is_in: Tensor) -> None:
+        """Take in a batch."""
+        super().update(_at_most_1(confidence), is_in)
+
 
 class FPRAt95(BinaryROC):
     """Share of the other images that pass where 95 % of those of the training distribution do; arguments as AUROC."""
+
+    def update(self, confidence: Tensor, is_in: Tensor) -> None:
+        """Take in a batch."""
+        super().update(_at_most_1(confidence), is_in)
 
     def compute(self) -> Tensor:  # type: ignore[override]
         """The false positive rate at the first threshold that lets 95 % of the positives through."""

@@ -200,7 +200,8 @@ class Card:
     def _base(self) -> str | None:
         """Name on the Hub of the pretrained weights that training began from."""
         args = self.origin.args
-        if self.expert is None or not args.get("pretrained") or args.get("pretrained_path"):
+        replaced = args.get("pretrained_path") or args.get("initial_checkpoint")
+        if self.expert is None or not args.get("pretrained") or replaced:
             return None
         return get_pretrained_cfg(self.expert).get("hf_hub_id")
 

@@ -57,6 +57,9 @@ def expert_capacity(
     Raises:
         ValueError: if the capacity would be below 1.
     """
+    if isinstance(choices, Tensor):  # in a trace, where a number would be that of the traced batch for ever
+        capacity = getattr(torch, rounding)(choices.double() * capacity_factor / num_experts).long()
+        return -(-capacity // multiple_of) * multiple_of
     capacity = ROUNDINGS[rounding](choices * capacity_factor / num_experts)
     if capacity < 1:
         raise ValueError(
@@ -64,6 +67,11 @@ def expert_capacity(
             f"capacity of {capacity}, below 1."
         )
     return math.ceil(capacity / multiple_of) * multiple_of
+
+
+def at_most(capacity: int, rows: int) -> int:
+    """The smaller of two numbers, which in a trace are tensors."""
+    return torch.minimum(capacity, torch.as_tensor(rows)) if isinstance(capacity, Tensor) else min(capacity, rows)
 
 
 def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> Queue:

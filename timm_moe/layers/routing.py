@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, queue
+from .dispatch import ROUNDINGS, Routing, assign, at_most, expert_capacity, queue
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
 
@@ -138,6 +138,10 @@ class TopKRouter(RecordingRouter):
         """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
+    def experts_of_row(self) -> int:
+        """Number of experts that a row goes to."""
+        return self.top_k
+
     def routing_degree(self) -> int:
         """Number of sets of experts that a row, or an image that is routed as a whole, can go to (ViMoE, 4.2)."""
         return math.comb(self.num_experts, self.top_k)
@@ -213,7 +217,7 @@ class TopKRouter(RecordingRouter):
         capacity = expert_capacity(
             rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
         )
-        return min(capacity, rows)
+        return at_most(capacity, rows)
 
     def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight."""
@@ -251,13 +255,11 @@ class ImageRouter(TopKRouter):
         rows = x.shape[1]
         order, sizes, place, weight = super().forward(x[:, 0])
         offset = torch.arange(rows, device=x.device)
-        row_place = (place.unsqueeze(1) * rows + offset.unsqueeze(1)).clamp(
-            max=order.shape[0] * rows
-        )  # of dropped ones
+        row_place = place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1)
         return Routing(
             order=(order.unsqueeze(1) * rows + offset).flatten(),
             sizes=[size * rows for size in sizes],
-            place=row_place.flatten(0, 1),
+            place=row_place.clamp(max=order.shape[0] * rows),  # that of dropped ones
             weight=None if weight is None else weight.repeat_interleave(rows, 0),
         )
 
@@ -313,6 +315,10 @@ class TilingRouter(TiledRouter):
     def _is_noisy(self) -> bool:
         return True
 
+    def routing_degree(self) -> int:
+        """That of all members together."""
+        return super().routing_degree() ** self.ensemble_size
+
 
 class EnsembleRouter(TiledRouter):
     """Routers of the M members of an ensemble, each for its own part of the experts (pBE, arXiv 2110.03360, section 4).
@@ -359,7 +365,7 @@ class EnsembleRouter(TiledRouter):
         return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def _capacity(self, rows: int) -> int:
-        return min(super()._capacity(rows), rows // self.ensemble_size)
+        return at_most(super()._capacity(rows), rows // self.ensemble_size)
 
 
 class PartitionedRouter(EnsembleRouter):
@@ -367,6 +373,10 @@ class PartitionedRouter(EnsembleRouter):
 
     As :class:`EnsembleRouter`, with every row in the part of every member.
     """
+
+    def experts_of_row(self) -> int:
+        """K of each part."""
+        return self.top_k * self.ensemble_size
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, ..., D)."""
