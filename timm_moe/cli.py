@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from timm.models import model_entrypoint
+from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
 from .benefits import moe_benefits
@@ -207,7 +207,9 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
         "model", "only for files that do not say it themselves; train.py's checkpoints do"
     )
     model.add_argument(
-        "--model", metavar="NAME", help="registered name, or the folder it was made from: local-dir:FOLDER, hf-hub:USER/NAME"
+        "--model",
+        metavar="NAME",
+        help="registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME",
     )
     _add_model_options(model)
     images = parser.add_argument_group("images", "how they are prepared for the model; goes before what files say")
@@ -319,10 +321,9 @@ def _refuse_method(args: argparse.Namespace, reason: str) -> None:
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
-    stated = {name: getattr(args, name) or None for name in ("crop_mode", "interpolation")}
-    stated |= {name: getattr(args, name) for name in ("img_size", "crop_pct", "mean", "std")}
-    images = {name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}
-    return ModelSpec(args.model, args.num_classes, args.model_kwargs, Preprocessing(**images))
+    mean, std = (None if value is None else tuple(value) for value in (args.mean, args.std))
+    images = Preprocessing(args.img_size, mean, std, args.crop_pct, args.crop_mode, args.interpolation or None)
+    return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
 def _inference(args: argparse.Namespace) -> Inference:
@@ -429,7 +430,8 @@ def _info(args: argparse.Namespace) -> None:
 def _measured(args: argparse.Namespace) -> ModelInfo:
     """Of a registered name, or of the model that a file or folder holds."""
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
-    if not os.path.exists(args.model) and not args.model.startswith(SOURCE_PREFIXES) and args.name is None:
+    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
+    if is_model(args.model) or not is_path:
         return model_info(args.model, **spec.args())
     model = load_source(args.model, spec)
     return measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])

@@ -137,12 +137,13 @@ def _warn_of_other_classes(name: str, model: nn.Module, images: ImageDataset) ->
     stated = get_pretrained_cfg(model).get("label_names") if hasattr(model, "pretrained_cfg") else None
     if not stated:
         return
-    known = {int(number): label for number, label in (stated if isinstance(stated, dict) else dict(enumerate(stated))).items()}
+    by_number = stated if isinstance(stated, dict) else {str(number): label for number, label in enumerate(stated)}
     for number, label in enumerate(class_names(images)):
-        if known.get(number) != label:
+        known = by_number.get(str(number))
+        if known != label:
             _logger.warning(
-                f"{Path(images.reader.root)} has other classes than {name}, whose class {number} is "
-                f"{known.get(number)} and not {label}: the labels do not mean the same."
+                f"{Path(images.reader.root)} has other classes than {name}, whose class {number} is {known} and not "
+                f"{label}: the labels do not mean the same."
             )
             return
 

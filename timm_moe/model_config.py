@@ -70,7 +70,7 @@ def check_channels(stated: Mapping[str, Any], *channels: int) -> None:
     """Raise ValueError if a mean or deviation that is stated has none of these numbers of channels."""
     for name in ("mean", "std"):
         if stated.get(name) is not None and len(stated[name]) not in channels:
-            raise ValueError(f"{name} must hold a number for each of {channels[-1]} channels, got {shown(stated[name])}.")
+            raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(stated[name])}.")
 
 
 def shown(value: Any) -> str:

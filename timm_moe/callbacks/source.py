@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..convert import moe_layers
 from ..info import check_registered
 from ..layers import TopKRouter
-from ..model_config import Preprocessing, get_pretrained_cfg, preprocessing, shown, state_preprocessing
+from ..model_config import Preprocessing, preprocessing, shown, state_preprocessing
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class ModelSpec:
     """What the user states of the model of a file; it goes before what the file says.
 
     Attributes:
-        name: registered model name, or ``local-dir:`` or ``hf-hub:`` name of a folder whose config.json describes it; for
-            files that hold weights alone, or were trained from such a folder.
+        name: registered model name, or ``local-dir:`` or ``hf-hub:`` name of a folder whose config.json describes the
+            model; for files that hold weights alone, or were trained from such a folder.
         num_classes: size of the classifier.
         kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
         preprocessing: how images are prepared for it.
@@ -74,8 +74,8 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
 
     Raises:
         FileNotFoundError: if there is nothing by that name.
-        ValueError: if the file is damaged, needs code to be read, does not say its model, states more than it may, has no
-            EMA weights when asked for them, or does not fit its model; or if the model takes no images as stated.
+        ValueError: if the file is damaged, needs code to be read, does not say its model, states more than it may, has
+            no EMA weights when asked for them, or does not fit its model; or if the model takes no images as stated.
     """
     spec = spec or ModelSpec()
     if isinstance(source, nn.Module):
@@ -118,7 +118,10 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     check_arguments(blueprint.architecture, stated, path)
     args = {**stated, **spec.args()}
     _require_possible(args, path.stat().st_size, path)
-    model = _create(blueprint, name, args)
+    try:
+        model = _create(blueprint, args)
+    except Exception as error:  # arguments may end in anything
+        raise _not_created(name, error) from error
     state_dict = _unwrapped(state_dict, model, path)
     try:
         model.load_state_dict(state_dict)
@@ -144,8 +147,8 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     if name.startswith(SOURCE_PREFIXES) or ":" in name or "/" in name:
         prefix, described = ("hf-hub:", "NAME") if name.startswith(("hf-hub:", "hf_hub:")) else ("local-dir:", "FOLDER")
         raise ValueError(
-            f"{path} states that its model is described in {shown(name)[1:-1]}, where a file may not lead: say where it is "
-            f"with --model {prefix}{described}."
+            f"{path} states that its model is described in {shown(name)[1:-1]}, where a file may not lead: say yourself "
+            f"where it is, with --model {prefix}{described}."
         )
     return name
 
@@ -166,8 +169,8 @@ def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor
     routers = [path for path, layer in moe_layers(model).items() if isinstance(layer.router, TopKRouter)]
     if routers and not any(f"{router}.router.weight" in state_dict for router in routers):
         _logger.warning(
-            f"{path} holds a dense model: the routers of {name} are untrained, and which experts they choose, all copies "
-            "of its networks, means nothing."
+            f"{path} holds a dense model: the routers of {name} are untrained, and its experts all copies of one, so "
+            "what is measured or written is no trained expert model."
         )
 
 
@@ -175,8 +178,8 @@ def _warn_of_guess(path: Path, name: str, guessed: set[str]) -> None:
     if guessed:
         flags = ", ".join(f"--{key.replace('_', '-')}" for key in _GUESSED if key in guessed)
         _logger.warning(
-            f"{path} does not say how images were prepared in its training; that they were as for timm's own weights of "
-            f"{name} is a guess: state {flags}."
+            f"{path} does not say how images were prepared in its training; that they were as for timm's own weights "
+            f"of {name} is a guess: state {flags}."
         )
 
 
@@ -193,7 +196,7 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
         return state_dict
     if len(found) > 1:
         raise ValueError(
-            f"{path} holds several models, under {' and '.join(found)}: write the weights of one to a file of their own."
+            f"{path} holds several models, under {' and '.join(found)}: write the weights of one to their own file."
         )
     (prefix,) = found
     others = [name for name in state_dict if not name.startswith(prefix)]
@@ -213,7 +216,7 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         _require_checksums(weights)
         args = {"num_classes": (blueprint.pretrained_cfg or {}).get("num_classes"), **blueprint.args, **spec.args()}
         _require_possible(args, weights.stat().st_size, "config.json")
-        model = _create(blueprint, name, spec.args())
+        model = _create(blueprint, spec.args())
         _load_exactly(model, _unwrapped(state_dict, model, weights), len(state_dict))
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
@@ -290,13 +293,10 @@ def _fetch(name: str, file: str) -> Path:
 # --- for all of them
 
 
-def _create(blueprint: Blueprint, name: str, args: dict[str, Any]) -> nn.Module:
-    """A model without weights from elsewhere: of what is described and of arguments that go before it."""
+def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
+    """A model without its weights: of what is described, and of arguments that go before it."""
     given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
-    try:
-        model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
-    except Exception as error:  # arguments may end in anything
-        raise _not_created(name, error) from error
+    model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         model._model_args = given  # type: ignore[assignment]
     return model
@@ -304,18 +304,18 @@ def _create(blueprint: Blueprint, name: str, args: dict[str, Any]) -> nn.Module:
 
 def _not_created(name: str, error: Exception) -> ValueError:
     from_files = " from its config.json and weights" if name.startswith(SOURCE_PREFIXES) else ""
-    text = f"{name} cannot be created{from_files}: "
-    return error if str(error).startswith(text) and isinstance(error, ValueError) else ValueError(text + first_problem(error))
+    return ValueError(f"{name} cannot be created{from_files}: {first_problem(error)}")
 
 
 def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], name: str) -> None:
     """Write the preprocessing that is stated to the model's config, and tell what holds; completes ``origins``."""
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing.stated()), "stated")
-    config = preprocessing(model)
-    told = {key: " ".join(map(str, value)) if isinstance(value, tuple) else value for key, value in config.items()}
-    by_origin = {origin: [key for key in told if origins[key] == origin] for origin in dict.fromkeys(origins.values())}
-    parts = (", ".join(f"{key} {told[key]}" for key in keys) + f" ({origin})" for origin, keys in by_origin.items() if keys)
-    _logger.info(f"Images for {name}: {'; '.join(parts)}.")
+    by_origin: dict[str, list[str]] = {}
+    for key, value in preprocessing(model).items():
+        text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        by_origin.setdefault(origins[key], []).append(f"{key} {text}")
+    told = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
+    _logger.info(f"Images for {name}: {told}.")
 
 
 def _training_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
