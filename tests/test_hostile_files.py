@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import timm
@@ -21,33 +22,40 @@ pytest.importorskip("torchmetrics")
 
 OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 
-#: Runs a command after everything is imported; what it does to files and sockets is printed, one line an event.
+#: Runs commands, each on its file, and prints what each did to files and sockets.
 WATCHED = """
 import json, os, sys
-import huggingface_hub, timm, torch
-import timm_moe, timm_moe.cli, timm_moe.evaluation, timm_moe.routes
-from timm_moe.cli import main
-main(["info", "vit_tiny_moe"])  # so that nothing is imported below
-work, events = os.getcwd(), []
-NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.bind", "socket.sendto")
+import huggingface_hub, matplotlib.figure, timm, torch
+import timm_moe.cli, timm_moe.evaluation, timm_moe.routes
+
+NETWORK = {"socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.bind", "socket.sendto"}
+PROCESSES = {"os.system", "os.exec", "subprocess.Popen", "os.fork", "os.posix_spawn"}
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
-CODE = ("os.system", "os.exec", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.startfile")
+events = []
+
 def watch(event, arguments):
-    if event in NETWORK or event in CODE:
+    if event in NETWORK | PROCESSES:
         events.append((event, str(arguments)[:200]))
-        raise PermissionError(f"{event} in a command on a hostile file")
+        raise PermissionError(f"{event} is forbidden")
+    names = [os.fsdecode(name) for name in arguments if isinstance(name, (str, bytes, os.PathLike))]
     if event in CHANGES:
-        events.append((event, os.path.abspath(os.fsdecode(arguments[0]))))
-    if event in ("os.listdir", "os.scandir", "glob.glob") and arguments[0] is not None:
-        if not isinstance(arguments[0], int):
-            events.append(("list", os.path.abspath(os.fsdecode(arguments[0]))))
-    if event == "open" and not isinstance(arguments[0], int):
-        path, mode, flags = arguments
-        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        events.append(("write" if writes else "read", os.path.abspath(os.fsdecode(path))))
+        descriptors = [number for number in arguments[1:] if isinstance(number, int)]
+        folder = os.getcwd()
+        if event in ("os.remove", "os.rmdir", "os.mkdir") and descriptors[-1] >= 0:  # the last is that of a folder
+            folder = os.readlink(f"/proc/self/fd/{descriptors[-1]}")
+        events.extend((event, os.path.abspath(os.path.join(folder, name))) for name in names)
+    elif event in ("os.listdir", "os.scandir", "open") and names:
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        events.append(("write" if writes else event, os.path.abspath(names[0])))
+
 sys.addaudithook(watch)
-status = main(sys.argv[1:])
-print("EVENTS " + json.dumps([status, events]))
+for arguments in json.load(sys.stdin):
+    events.clear()
+    sys.stderr.flush()
+    status = timm_moe.cli.main(arguments)
+    sys.stderr.flush()
+    print("RAN " + json.dumps([arguments, status, events]), flush=True)
+    print("RAN", file=sys.stderr, flush=True)
 """
 
 
@@ -82,6 +90,7 @@ def args(**more):
 
 
 URL = "http://127.0.0.1:9/evil.pth"
+IMAGES = ["--data-dir", "images", "-j", "0", "--device", "cpu"]
 #: What a hostile checkpoint states for train.py's arguments, and what is said of it; None where it is of no use.
 CHECKPOINTS = {
     "download": (kwargs(pretrained=True, cache_dir="{elsewhere}", pretrained_cfg={"url": URL}), "pretrained"),
@@ -101,7 +110,7 @@ CHECKPOINTS = {
     "path": ({"model": "{elsewhere}/vit_tiny_moe"}, "--model"),
     "mistyped": ({"model": "vit_tiny_mo"}, "vit_tiny_moe"),
     "classes": ({"num_classes": {"x": 1}}, "num_classes"),
-    "channels": ({"in_chans": "three"}, "in_chans"),
+    "channels": ({"in_chans": "three"}, "vit_tiny_moe cannot be created"),
     "mean": ({"mean": [float("nan")] * 3}, "mean"),
     "crop": ({"crop_pct": -5.0}, "crop_pct"),
     "pretrained": ({"pretrained": True, "pretrained_path": "{secret}", "initial_checkpoint": "{secret}"}, None),
@@ -123,97 +132,98 @@ FOLDERS = {
     "a nested value": (args(patch_size=[[8]]), "patch_size"),
 }
 COMMANDS = {
-    "export": ["export", "{source}", "out"],
-    "export --moe": ["export", "--moe", "{source}", "out"],
-    "evaluate": ["evaluate", "{source}", "--data-dir", "images", "--json", "out"],
-    "routes": ["routes", "{source}", "--data-dir", "images", "out"],
-    "benefits": ["benefits", "--student", "{source}", "--teacher", "99", "--dense", "1", "--data-dir", "images"],
+    "export": ["export", "{source}", "{out}"],
+    "export --moe": ["export", "--moe", "{source}", "{out}"],
+    "evaluate": ["evaluate", "{source}", "--json", "{out}", *IMAGES],
+    "routes": ["routes", "{source}", "{out}", *IMAGES],
+    "benefits": ["benefits", "--student", "{source}", "--teacher", "99", "--dense", "1", *IMAGES],
     "push": ["push", "{source}", "user/vit", "--dry-run"],
     "push --moe": ["push", "--moe", "{source}", "user/vit", "--dry-run"],
     "info": ["info", "{source}"],
 }
+CASES = {
+    **{f"{kind} in a checkpoint": message for kind, (_, message) in CHECKPOINTS.items()},
+    **{f"{kind} in a folder": message for kind, (_, message) in FOLDERS.items()},
+}
 
 
-def filled(value, **names):
+def filled(value, places):
     """The value with its placeholders replaced, however deep they stand."""
     if isinstance(value, dict):
-        return {name: filled(part, **names) for name, part in value.items()}
+        return {name: filled(part, places) for name, part in value.items()}
     if isinstance(value, list):
-        return [filled(part, **names) for part in value]
-    return value.format(**names) if isinstance(value, str) else value
+        return [filled(part, places) for part in value]
+    return value.format(**places) if isinstance(value, str) else value
 
 
-@pytest.fixture
-def work(tmp_path):
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hostile")
     for label in range(5):
-        (tmp_path / f"work/images/validation/class{label}").mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / f"work/images/validation/class{label}/0.png")
-    (tmp_path / "elsewhere/train/class9").mkdir(parents=True)
-    Image.new("RGB", (32, 32)).save(tmp_path / "elsewhere/train/class9/0.png")
-    torch.save(routed().state_dict(), tmp_path / "elsewhere/secret.pth")
-    return tmp_path / "work"
+        (root / f"work/images/validation/class{label}").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(root / f"work/images/validation/class{label}/0.png")
+    (root / "elsewhere/train/class9").mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(root / "elsewhere/train/class9/0.png")
+    torch.save(routed().state_dict(), root / "elsewhere/secret.pth")
+    return root
 
 
-def run_watched(work, command, source):
-    """The command's exit status, its last line of errors, and what it did."""
-    here = [argument.format(source=source) for argument in COMMANDS[command]]
-    here += ["-j", "0", "--device", "cpu"] if "--data-dir" in here else []
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(work.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", WATCHED, *here], cwd=work, env=env, capture_output=True, text=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith("EVENTS ")]
-    assert told, done.stderr[-3000:]
-    status, events = json.loads(told[-1].removeprefix("EVENTS "))
-    return status, done.stderr, events
+@pytest.fixture(scope="module")
+def places(root):
+    return {"elsewhere": str(root / "elsewhere"), "secret": str(root / "elsewhere/secret.pth")}
 
 
-def assert_harmless(work, events):
-    """No sockets, no code; written is `out` and what lies in the system's temporary folder, all else is left alone."""
-    temporary = os.path.realpath(os.environ.get("TMPDIR", "/tmp"))
+@pytest.fixture(scope="module")
+def runs(root, places):
+    """Of each command on each file: exit status, errors and what it did."""
+    work, torch_state = root / "work", torch.random.get_rng_state()
+    sources = {}
+    for kind, (stated, _) in CHECKPOINTS.items():
+        sources[f"{kind} in a checkpoint"] = save_checkpoint(work / f"{kind}.pth", **filled(stated, places)).name
+    for kind, (change, _) in FOLDERS.items():
+        file = save_folder(work / kind, change) / "config.json"
+        file.write_text(json.dumps(filled(json.loads(file.read_text()), places)))
+        sources[f"{kind} in a folder"] = kind
+    torch.random.set_rng_state(torch_state)
+    ran = [
+        [argument.format(source=sources[case], out=f"out-{case}-{command}") for argument in arguments]
+        for case in CASES
+        for command, arguments in COMMANDS.items()
+    ]
+    before = everything_in(root)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(work / "out-matplotlib")}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED], cwd=work, env=env, input=json.dumps(ran), capture_output=True, text=True
+    )
+    told = [line.removeprefix("RAN ") for line in done.stdout.splitlines() if line.startswith("RAN ")]
+    assert len(told) == len(ran), done.stderr[-3000:]
+    assert everything_in(root) == before
+    pairs = [(case, command) for case in CASES for command in COMMANDS]
+    results = [json.loads(line)[1:] for line in told]
+    return dict(zip(pairs, zip(results, done.stderr.split("RAN\n")[:-1], strict=True), strict=True))
+
+
+def everything_in(root):
+    """All files but the outputs, with their contents."""
+    files = (file for file in root.rglob("*") if not str(file.relative_to(root)).startswith("work/out-"))
+    return {str(file): file.read_bytes() if file.is_file() else None for file in files}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_file_states_leads_nowhere(runs, root, places, case, command):
+    (status, events), err = runs[case, command]
+    temporary = os.path.realpath(tempfile.gettempdir())
     for event, path in events:
-        assert event in ("read", "write", "list") or event.startswith("os."), (event, path)
-        assert event not in ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.startfile"), (event, path)
-        assert not path.startswith(str(work.parent / "elsewhere")), (event, path)
-        if event != "read" and event != "list":
-            ours = path.startswith((str(work / "out"), str(work / ".out"), "/dev/"))
-            passing = path.startswith(temporary) and not path.startswith(str(work.parent))
-            assert ours or passing, (event, path)
-        assert event != "list" or path != "/", (event, path)
-    assert sorted(name for name in os.listdir(work.parent) if not name.startswith("font")) == ["elsewhere", "work"]
-    assert sorted(os.listdir(work.parent / "elsewhere")) == ["secret.pth", "train"]
-
-
-#: Every kind of file is tried on every command in one run of the whole; here the commands take turns.
-def cases(kinds):
-    commands = list(COMMANDS)
-    return [(kind, commands[(index + offset) % len(commands)]) for index, kind in enumerate(kinds) for offset in (0, 3)]
-
-
-def check(work, command, source, message):
-    names = {"elsewhere": str(work.parent / "elsewhere"), "secret": str(work.parent / "elsewhere/secret.pth")}
-    status, err, events = run_watched(work, command, source)
-    assert_harmless(work, events)
+        assert not event.startswith(("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix")), path
+        assert not path.startswith(places["elsewhere"]), (event, path)
+        assert path != "/", event
+        if event not in ("open", "os.listdir", "os.scandir"):  # it changes something
+            own = path.startswith((str(root / "work/out-"), str(root / "work/.out-"), "/dev/null"))
+            passing = path.startswith(temporary) and not path.startswith(str(root))
+            assert own or passing, (event, path)
     assert "Traceback" not in err
-    if message is None:
-        assert status == 0, err
-    else:
-        assert status == 1
-        assert message.format(**names) in err.splitlines()[-1]
-        assert not (work / "out").exists()
-
-
-@pytest.mark.parametrize(("kind", "command"), cases(CHECKPOINTS))
-def test_what_a_checkpoint_states_leads_nowhere(work, kind, command):
-    stated, message = CHECKPOINTS[kind]
-    names = {"elsewhere": str(work.parent / "elsewhere"), "secret": str(work.parent / "elsewhere/secret.pth")}
-    save_checkpoint(work / "last.pth.tar", **filled(stated, **names))
-    check(work, command, "last.pth.tar", message)
-
-
-@pytest.mark.parametrize(("kind", "command"), cases(FOLDERS))
-def test_what_a_folder_states_leads_nowhere(work, kind, command):
-    change, message = FOLDERS[kind]
-    names = {"elsewhere": str(work.parent / "elsewhere"), "secret": str(work.parent / "elsewhere/secret.pth")}
-    folder = save_folder(work / "folder", change)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(filled(config, **names)))
-    check(work, command, "folder", message)
+    assert status == (CASES[case] is not None), err
+    if status:
+        assert CASES[case].format(**places) in err.splitlines()[-1]
+        assert not (root / f"work/out-{case}-{command}").exists()

@@ -147,7 +147,7 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     if name.startswith(SOURCE_PREFIXES) or ":" in name or "/" in name:
         prefix, described = ("hf-hub:", "NAME") if name.startswith(("hf-hub:", "hf_hub:")) else ("local-dir:", "FOLDER")
         raise ValueError(
-            f"{path} states that its model is described in {shown(name)[1:-1]}, where a file may not lead: say yourself "
+            f"{path} states that its model is described in {shown(name)[1:-1]}, where no file may lead: say yourself "
             f"where it is, with --model {prefix}{described}."
         )
     return name
