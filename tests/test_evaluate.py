@@ -135,6 +135,19 @@ def test_members_of_ensembles_and_other_models_stand_side_by_side(data):
         assert result[name] == pytest.approx(sum(values[name] for values in pairs) / 3)
 
 
+def test_stated_preprocessing_is_what_images_go_through(data, model, tmp_path, capsys):
+    """As under validate.py with the same flags."""
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+    images = ["--mean", "0.3", "--std", "0.5", "0.5", "0.5", "--crop-pct", "1", "--interpolation", "bicubic"]
+    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(data), "-j", "0", "--device", "cpu"]
+    assert main([*arguments, *spec, *images, "--json", str(tmp_path / "a.json")]) == 0
+    written = json.loads((tmp_path / "a.json").read_text())
+    p, labels = probabilities_and_labels(model, data / "val", mean=0.3)
+    assert written["metrics"]["nll"] == pytest.approx(nll(p, labels), rel=1e-5)
+    assert (written["mean"], written["crop_pct"]) == ([0.3], 1.0)
+
+
 def test_other_data_are_told_by_confidence(data, model, tmp_path):
     checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
     result = evaluate([checkpoint], image_folder(data), image_folder(data, "other"), inference=HERE)
@@ -163,6 +176,7 @@ def test_the_command(data, model, tmp_path, capsys):
     written = json.loads((tmp_path / "a.json").read_text())
     assert f"NLL                      {written['metrics']['nll']:.4f}" in out
     assert f"error                    {written['metrics']['error']:.2%}" in out
+    assert f"top-1 accuracy           {1 - written['metrics']['error']:.2%}" in out
     assert written["metrics"]["ood_images"] == 20
     assert written["sources"] == [str(tmp_path / "a.safetensors")]
     assert written["data_dir"] == str(data)

@@ -140,7 +140,7 @@ def _warn_of_other_classes(name: str, model: nn.Module, images: ImageDataset) ->
     by_number = stated if isinstance(stated, dict) else {str(number): label for number, label in enumerate(stated)}
     for number, label in enumerate(class_names(images)):
         known = by_number.get(str(number))
-        if known != label:
+        if known not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
             _logger.warning(
                 f"{Path(images.reader.root)} has other classes than {name}, whose class {number} is {known} and not "
                 f"{label}: the labels do not mean the same."

@@ -5,7 +5,7 @@ import copy
 import logging
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "mode
 _CHECKPOINTS = ("model_best.pth.tar", "last.pth.tar", "tmp.pth.tar")
 #: What other frameworks put before the names of a model's weights.
 _WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model", "_orig_mod")
+_DEFAULT = "timm's default"
 #: What a guess of the preprocessing would get wrong.
 _GUESSED = ("mean", "std", "crop_pct", "interpolation")
 
@@ -135,7 +136,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
     _prepare(model, spec, origins, str(path))
     if not train_args and blueprint == Blueprint(name) and "." not in name:
-        _warn_of_guess(path, name, {key for key in _GUESSED if origins[key] != "stated"})
+        _warn_of_guess(path, name, [key for key in _GUESSED if origins[key] != "stated"])
     return model
 
 
@@ -174,24 +175,23 @@ def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor
         )
 
 
-def _warn_of_guess(path: Path, name: str, guessed: set[str]) -> None:
+def _warn_of_guess(source: Path | str, architecture: str, guessed: Sequence[str]) -> None:
     if guessed:
-        flags = ", ".join(f"--{key.replace('_', '-')}" for key in _GUESSED if key in guessed)
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in guessed)
         _logger.warning(
-            f"{path} does not say how images were prepared in its training; that they were as for timm's own weights "
-            f"of {name} is a guess: state {flags}."
+            f"{source} does not say how images were prepared in its training; what timm has for {architecture} is a "
+            f"guess: state {flags}."
         )
 
 
 def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
     """The model's weights where another framework keeps them as a part of its own, as Lightning's ``model.``."""
     own = {name.partition(".")[0] for name in model.state_dict()}
-    prefixes = [f"{wrapper}." for wrapper in _WRAPPERS if wrapper not in own]
-    parts = {
-        prefix: {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        for prefix in prefixes
-    }
-    found = [prefix for prefix, part in parts.items() if part and own <= {name.partition(".")[0] for name in part}]
+    parts = {}
+    for prefix in (f"{wrapper}." for wrapper in _WRAPPERS if wrapper not in own):
+        part = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        parts[prefix] = clean_state_dict(part)  # it may have been compiled
+    found = [prefix for prefix, part in parts.items() if own <= {name.partition(".")[0] for name in part}]
     if not found:
         return state_dict
     if len(found) > 1:
@@ -202,7 +202,7 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
     others = [name for name in state_dict if not name.startswith(prefix)]
     left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
     _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
-    return clean_state_dict(parts[prefix])
+    return parts[prefix]
 
 
 # --- folders and repositories
@@ -220,7 +220,10 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         _load_exactly(model, _unwrapped(state_dict, model, weights), len(state_dict))
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
-    _prepare(model, spec, dict.fromkeys(preprocessing(model), "its config.json"), name)
+    described = blueprint.pretrained_cfg or {}
+    origins = {key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)}
+    _prepare(model, spec, origins, name)
+    _warn_of_guess(name, blueprint.architecture, [key for key in _GUESSED if origins[key] == _DEFAULT])
     return model
 
 
