@@ -15,6 +15,7 @@ import torch
 from conftest import SMALL_VIT, SMALL_VIT_KWARGS
 from PIL import Image
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from torch import nn
 
 from timm_moe.cli import main
@@ -134,6 +135,19 @@ def test_members_of_ensembles_and_other_models_stand_side_by_side(data):
         assert result[name] == pytest.approx(sum(values[name] for values in pairs) / 3)
 
 
+def test_stated_preprocessing_is_what_images_go_through(data, model, tmp_path, capsys):
+    """As under validate.py with the same flags."""
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+    images = ["--mean", "0.3", "--std", "0.5", "0.5", "0.5", "--crop-pct", "1", "--interpolation", "bicubic"]
+    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(data), "-j", "0", "--device", "cpu"]
+    assert main([*arguments, *spec, *images, "--json", str(tmp_path / "a.json")]) == 0
+    written = json.loads((tmp_path / "a.json").read_text())
+    p, labels = probabilities_and_labels(model, data / "val", mean=0.3)
+    assert written["metrics"]["nll"] == pytest.approx(nll(p, labels), rel=1e-5)
+    assert (written["mean"], written["crop_pct"]) == ([0.3], 1.0)
+
+
 def test_other_data_are_told_by_confidence(data, model, tmp_path):
     checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
     result = evaluate([checkpoint], image_folder(data), image_folder(data, "other"), inference=HERE)
@@ -162,6 +176,7 @@ def test_the_command(data, model, tmp_path, capsys):
     written = json.loads((tmp_path / "a.json").read_text())
     assert f"NLL                      {written['metrics']['nll']:.4f}" in out
     assert f"error                    {written['metrics']['error']:.2%}" in out
+    assert f"top-1 accuracy           {1 - written['metrics']['error']:.2%}" in out
     assert written["metrics"]["ood_images"] == 20
     assert written["sources"] == [str(tmp_path / "a.safetensors")]
     assert written["data_dir"] == str(data)
@@ -250,23 +265,21 @@ def test_without_torchmetrics(data, monkeypatch, capsys):
     assert "pip install torchmetrics" in capsys.readouterr().err
 
 
-def test_other_classes_of_the_same_number_are_warned_of(data, model, tmp_path, caplog):
-    trained_on = dict(data_dir=str(data), train_split="val")
-    checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "last.pth.tar", **trained_on)
-    evaluate([checkpoint], image_folder(data, "val"), inference=HERE)
+@pytest.mark.parametrize("by_number", [False, True])
+def test_other_classes_of_the_same_number_are_warned_of(data, model, tmp_path, caplog, by_number):
+    """By the names that the folder of the model states, wherever it was trained."""
+    names = [f"class{label}" for label in range(CLASSES)]
+    labels = {str(number): name for number, name in enumerate(names)} if by_number else names
+    kwargs = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
+    save_for_hf(model, str(tmp_path / "vit"), dict(label_names=labels), model_args=kwargs, safe_serialization=True)
+    evaluate([tmp_path / "vit"], image_folder(data, "val"), inference=HERE)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    (data / "val").rename(tmp_path / "val")
-    (tmp_path / "val" / "class4").rename(tmp_path / "val" / "class9")
-    evaluate([checkpoint], image_folder(tmp_path, "val"), inference=HERE)  # the folder of its training is gone
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    (tmp_path / "val" / "class9").rename(tmp_path / "val" / "class4")
-    (tmp_path / "val").rename(data / "val")
     (tmp_path / "val").mkdir()
-    for name in ("class0", "class1", "class2", "class3", "elk"):
+    for name in (*names[:4], "elk"):
         (tmp_path / "val" / name).symlink_to(data / "val" / "class0")
-    evaluate([checkpoint], image_folder(tmp_path, "val"), inference=HERE)
+    evaluate([tmp_path / "vit"], image_folder(tmp_path, "val"), inference=HERE)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "was trained (elk, for instance): the labels do not mean the same" in warning
+    assert "whose class 4 is class4 and not elk: the labels do not mean the same" in warning
 
 
 def test_progress_is_told(data, model, monkeypatch, caplog):

@@ -21,6 +21,7 @@ from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe import data
+from timm_moe.callbacks.source import ModelSpec
 from timm_moe.cli import main
 from timm_moe.evaluation import evaluate
 
@@ -327,9 +328,19 @@ def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path,
     )  # fmt: skip
     assert "Routing in" not in log  # the teacher is not trained
     assert float(summary(tmp_path / "output/train/student")[-1]["eval_top1"]) > 50
-    export = timm_moe.export_dense(tmp_path / "output/train/student/last.pth.tar", tmp_path / "refined")
+    spec = ModelSpec(f"local-dir:{tmp_path / 'student-folder'}")
+    export = timm_moe.export_dense(tmp_path / "output/train/student/last.pth.tar", tmp_path / "refined", spec=spec)
     assert export.exact
     assert export.architecture == "ones_b"
+
+
+def test_validate_says_that_routers_are_untrained(images, tmp_path):
+    """A dense file under a routed name; training from one is what upcycling is, so it is told and no warning."""
+    torch.save(timm.create_model("vit_xtiny", num_classes=3).state_dict(), tmp_path / "dense.pth")
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    for options in (ROUTED, XTINY):
+        log = script("validate.py", tmp_path, *options, "--checkpoint", tmp_path / "dense.pth", *common)
+        assert log.count("the routers untrained") == (options is ROUTED)
 
 
 def test_evaluate_measures_what_validate_does(run, images, tmp_path):

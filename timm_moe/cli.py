@@ -9,18 +9,20 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from timm.models import model_entrypoint
+from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
 from .benefits import moe_benefits
 from .callbacks.export import export_dense, export_moe
 from .callbacks.hub import Push, push_dense, push_moe
 from .callbacks.source import ModelSpec, describe, load_source
+from .callbacks.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
 from .data import Inference, image_folder, load_classifiers
 from .files import check_writable, write_json
 from .gather import METHODS
-from .info import ModelInfo, is_named_after_stock, is_registered_here, model_info, registered_models
+from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
+from .model_config import Preprocessing, get_pretrained_cfg
 from .papers import comparisons
 from .routes import check_output, collect_routes, summarize_all, write_routes
 from .routes import table as routes_table
@@ -118,7 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(command=_list)
 
     info = commands.add_parser("info", help="show the size, cost and expert layers of a model beside its paper's")
-    info.add_argument("model", metavar="MODEL", help="registered name")
+    info.add_argument("model", metavar="MODEL", help="registered name, or a checkpoint, folder or hf-hub: name")
+    info.add_argument(
+        "--model",
+        dest="name",
+        metavar="NAME",
+        help="registered name of a checkpoint's model, for files that do not say it themselves",
+    )
     _add_model_options(info)
     info.set_defaults(command=_info)
 
@@ -198,8 +206,19 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group(
         "model", "only for files that do not say it themselves; train.py's checkpoints do"
     )
-    model.add_argument("--model", metavar="NAME", help="registered name")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        help="registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME",
+    )
     _add_model_options(model)
+    images = parser.add_argument_group("images", "how they are prepared for the model; goes before what files say")
+    images.add_argument("--img-size", type=int, metavar="N", help="height and width in pixels")
+    images.add_argument("--mean", type=float, nargs="+", metavar="MEAN", help="of the pixels of each channel")
+    images.add_argument("--std", type=float, nargs="+", metavar="STD", help="of the pixels of each channel")
+    images.add_argument("--crop-pct", type=float, metavar="X", help="share of the resized image's side that is cut out")
+    images.add_argument("--crop-mode", metavar="NAME", help="squash, border or center")
+    images.add_argument("--interpolation", default="", metavar="NAME", help="of resizing, as bilinear or bicubic")
 
 
 def _add_data_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -302,7 +321,9 @@ def _refuse_method(args: argparse.Namespace, reason: str) -> None:
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
-    return ModelSpec(args.model, args.num_classes, args.model_kwargs)
+    mean, std = (None if value is None else tuple(value) for value in (args.mean, args.std))
+    images = Preprocessing(args.img_size, mean, std, args.crop_pct, args.crop_mode, args.interpolation or None)
+    return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
 def _inference(args: argparse.Namespace) -> Inference:
@@ -367,7 +388,10 @@ def _routes(args: argparse.Namespace) -> None:
 
 def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Options by name, and those of all commands that run a checkpoint on images."""
-    common = ("data_dir", "split", "class_map", "batch_size", "amp", "use_ema", "model", "num_classes", "model_kwargs")
+    common = (
+        *("data_dir", "split", "class_map", "batch_size", "amp", "use_ema", "model", "num_classes", "model_kwargs"),
+        *("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"),
+    )
     return {name: getattr(args, name) for name in (*names, *common)}
 
 
@@ -385,7 +409,7 @@ def _group(name: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> None:
-    info = model_info(args.model, **{"num_classes": args.num_classes, **args.model_kwargs})
+    info = _measured(args)
     evaluated = "exported" if info.exported is not None else "evaluation"
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
@@ -399,8 +423,18 @@ def _info(args: argparse.Namespace) -> None:
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
-    for label, text in comparisons(args.model):
+    for label, text in comparisons(info.name):
         print(f"  {label:<22} {text}")
+
+
+def _measured(args: argparse.Namespace) -> ModelInfo:
+    """Of a registered name, or of the model that a file or folder holds."""
+    spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
+    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
+    if is_model(args.model) or not is_path:
+        return model_info(args.model, **spec.args())
+    model = load_source(args.model, spec)
+    return measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
 
 
 def _experts(info: ModelInfo) -> str:

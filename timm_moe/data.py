@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import ImageDataset, create_dataset, create_loader, resolve_data_config
+from timm.data import ImageDataset, create_dataset, create_loader
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .callbacks.source import ModelSpec, describe, load_source, training_args
-from .model_config import model_input_size
+from .callbacks.source import ModelSpec, describe, load_source
+from .model_config import get_pretrained_cfg, preprocessing
 
 _logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ def load_classifiers(
 ) -> list[nn.Module]:
     """The models of several sources on their device in eval mode, all with the classes of the images.
 
-    Only numbers of classes can be checked for certain. If the folder that train.py's checkpoint was trained on is still
-    there and its classes have other names, a warning says so.
+    Only numbers of classes can be checked for certain. If the config of a model names its classes (``label_names``) and
+    the images' have other names, a warning says so.
 
     Args:
         sources: whatever :func:`timm_moe.callbacks.source.load_source` takes.
@@ -127,42 +127,30 @@ def load_classifiers(
     found = len(class_names(images))
     if first != found:
         raise ValueError(f"{Path(images.reader.root)} has {found} classes, but {names[0]} has {first}.")
-    for source in sources:
-        _warn_of_other_classes(source, images)
+    for name, model in zip(names, models, strict=True):
+        _warn_of_other_classes(name, model, images)
     return [model.to(device).eval() for model in models]
 
 
-def _warn_of_other_classes(source: Source, images: ImageDataset) -> None:
-    args = {} if isinstance(source, nn.Module) else training_args(source)
-    folder = args.get("data_dir") or args.get("data")
-    if not folder or args.get("class_map"):
+def _warn_of_other_classes(name: str, model: nn.Module, images: ImageDataset) -> None:
+    """Compare the names that the model's config states for its classes with those of the images' folders."""
+    stated = get_pretrained_cfg(model).get("label_names") if hasattr(model, "pretrained_cfg") else None
+    if not stated:
         return
-    try:
-        trained = class_names(image_folder(folder, args.get("train_split") or "train"))
-    except OSError:  # trained elsewhere
-        return
-    if trained != class_names(images):
-        other = [name for name in class_names(images) if name not in trained] or ["another order"]
-        _logger.warning(
-            f"{Path(images.reader.root)} has other classes than {folder}, on which {source} was trained ({other[0]}, "
-            "for instance): the labels do not mean the same."
-        )
+    by_number = stated if isinstance(stated, dict) else {str(number): label for number, label in enumerate(stated)}
+    for number, label in enumerate(class_names(images)):
+        known = by_number.get(str(number))
+        if known not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
+            _logger.warning(
+                f"{Path(images.reader.root)} has other classes than {name}, whose class {number} is {known} and not "
+                f"{label}: the labels do not mean the same."
+            )
+            return
 
 
 def describe_source(source: Source) -> str:
     """A source by its name."""
     return type(source).__name__ if isinstance(source, nn.Module) else str(source)
-
-
-def preprocessing(model: nn.Module) -> dict[str, Any]:
-    """What timm's loader does to images for a model: that of its training, at the size that it is built for."""
-    config = resolve_data_config({}, model=model)
-    return {
-        **config,
-        "input_size": model_input_size(model),
-        "mean": tuple(config["mean"]),
-        "std": tuple(config["std"]),
-    }
 
 
 def batches(

@@ -136,6 +136,11 @@ def _values(group: Mapping[str, metrics.Metric]) -> dict[str, float]:
 
 
 def table(result: dict[str, float]) -> str:
-    """An evaluation to be read, a line for each number."""
-    shown = {LABELS[name]: value for name, value in result.items()}
-    return "\n".join(f"  {label:<24} {layout.format(value)}" for (label, layout), value in shown.items())
+    """An evaluation to be read, a line for each number, with the share of right predictions before that of errors."""
+    lines = []
+    for name, value in result.items():
+        label, layout = LABELS[name]
+        if name == "error":
+            lines.append(f"  {'top-1 accuracy':<24} {layout.format(1 - value)}")
+        lines.append(f"  {label:<24} {layout.format(value)}")
+    return "\n".join(lines)

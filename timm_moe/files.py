@@ -1,6 +1,7 @@
 """Files that appear under their name only once they are complete."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,16 @@ def written_whole(file: str | Path) -> Iterator[Path]:
 
 
 def write_json(file: str | Path, contents: dict[str, Any]) -> None:
-    """Write results with the versions of what computed them."""
+    """Write results with the versions of what computed them; NaN and infinity, which JSON has not, become null."""
     versions = {"timm_moe": __version__, "timm": timm.__version__, "torch": torch.__version__}
     with written_whole(file) as partial:
-        partial.write_text(json.dumps({**contents, "versions": versions}, indent=2) + "\n")
+        text = json.dumps(_finite({**contents, "versions": versions}), indent=2, allow_nan=False)
+        partial.write_text(text + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

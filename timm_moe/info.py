@@ -1,5 +1,6 @@
 """What a model has: parameters in all and for a token, and what an image costs."""
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .convert import ffn_paths, moe_layers, to_dense
 from .layers import ImageRouter, MoeMlp, RandomPartition, TopKRouter
-from .model_config import model_input_size
+from .model_config import model_input_size, shown
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,14 @@ def is_registered_here(name: str) -> bool:
     return timm.is_model(name) and model_entrypoint(name).__module__.startswith(f"{__package__}.")
 
 
+def check_registered(name: str) -> None:
+    """Raise ValueError if timm knows no model of that name; it says which name is the nearest."""
+    if timm.is_model(name):
+        return
+    nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
+    raise ValueError(f"Unknown model ({shown(name)[1:-1]})" + (f"; did you mean {nearest[0]}?" if nearest else "."))
+
+
 def is_named_after_stock(name: str) -> bool:
     """Whether a model is the EWA form of the architecture of timm that its name begins with."""
     architecture = name.partition(".")[0]
@@ -101,12 +110,23 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         kwargs: arguments of ``timm.create_model``.
 
     Raises:
-        ValueError: if the model has no expert layers and is not one of this package.
+        ValueError: if there is no such model, or it has no expert layers and is not one of this package.
     """
+    check_registered(name)
     model = weightless_model(name, **kwargs)
-    layers = list(moe_layers(model).values())
-    if not layers and not is_registered_here(name):
+    if not moe_layers(model) and not is_registered_here(name):
         raise ValueError(f"{name} has no expert layers.")
+    return measure(model, name)
+
+
+def measure(model: nn.Module, name: str) -> ModelInfo:
+    """Measure a model, with experts or without.
+
+    Args:
+        model: on the meta device; it is changed.
+        name: of it.
+    """
+    layers = list(moe_layers(model).values())
     router = layers[0].router if layers else None
     partitioned = isinstance(router, RandomPartition)
     networks = {model.get_submodule(path) for path in ffn_paths(model)}

@@ -1,13 +1,16 @@
 """What a model class with expert layers adds to the stock timm class that it extends."""
 
 import inspect
+import logging
 from typing import Any, ClassVar
 
 from torch import nn
 
 from ..convert import convert_to_moe, copy_sharing_tensors, expert_parameters, moe_layers, without_announcements
-from ..layers import begin_forward
+from ..layers import TopKRouter, begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
+
+_logger = logging.getLogger(__name__)
 
 #: Options of the registered models: those of ``convert_to_moe``.
 MOE_OPTIONS = tuple(inspect.signature(convert_to_moe).parameters)[1:]
@@ -53,6 +56,10 @@ class MoeMixin:
             raise ValueError(
                 f"The checkpoint has experts, but none in {dense[0]}, where the model has some: create the model with "
                 "the moe_layers of the checkpoint."
+            )
+        if dense and any(isinstance(layer.router, TopKRouter) for layer in moe_layers(self).values()):
+            _logger.info(
+                "The weights are those of a dense model: the experts are copies of its networks, the routers untrained."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 

@@ -1,0 +1,165 @@
+"""What a file may state of its model: a registered architecture, and plain values for its constructor.
+
+A checkpoint or config.json may be anybody's, and timm's factory takes more than an architecture needs: where to fetch
+weights and where to keep them, further files to read, functions and classes. Nothing of that is taken from a file, so
+none leads to another file or to the network; what the user states is not restricted.
+"""
+
+import functools
+import inspect
+import json
+import math
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from timm.models import PretrainedCfg, model_entrypoint
+from torch import nn
+
+from ..info import check_registered
+from ..model_config import check_channels, check_preprocessing, shown
+from ..models.mixin import MOE_OPTIONS
+
+#: Sources of models as their names state them.
+SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
+#: Options that entrypoints of this package take from the arguments before they build.
+_ENTRYPOINT_OPTIONS = ("official_compat",)
+#: Arguments of constructors that are no architecture: they lead to files, functions, classes and devices.
+_NO_ARCHITECTURE = ("self", "cfg", "cache_dir", "url", "file", "state_dict", "features_only", "device", "dtype")
+_NO_ARCHITECTURE_BEGIN, _NO_ARCHITECTURE_END = ("pretrained", "checkpoint"), ("_fn", "_cls", "_cfg", "_path", "_file")
+#: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
+_SOURCES = (
+    *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"),
+    *("architecture", "custom_load", "label_offset"),
+)
+_ENTRIES = frozenset(entry.name for entry in fields(PretrainedCfg)) - set(_SOURCES)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+#: Characters of a word and of a description, and members of a list, that a file may state.
+_LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a model is created from.
+
+    Attributes:
+        architecture: registered name, perhaps with a tag.
+        args: for its constructor.
+        pretrained_cfg: what timm is to know about the weights; by default what is registered.
+    """
+
+    architecture: str
+    args: dict[str, Any] = field(default_factory=dict)
+    pretrained_cfg: dict[str, Any] | None = None
+
+
+def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
+    """What a ``config.json`` in timm's layout states.
+
+    Args:
+        file: config.json.
+        overridden: arguments that the user states instead.
+
+    Raises:
+        ValueError: if it is damaged, states no registered architecture, or more than a file may state.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
+        raise ValueError("it states no architecture of timm.")
+    architecture = config["architecture"]
+    check_registered(architecture)
+    args = config.get("model_args") or {}
+    if not isinstance(args, dict):
+        raise ValueError(f"its model_args are {shown(args)}.")
+    args = {name: value for name, value in args.items() if name not in overridden}
+    check_arguments(architecture, args, "config.json")
+    return Blueprint(architecture, args, _pretrained_cfg(config, args.get("num_classes")))
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"it holds {text}, which is no number.")
+
+
+def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+    cfg = config.get("pretrained_cfg", config)  # the older layout has its entries at the top
+    if not isinstance(cfg, dict):
+        raise ValueError(f"its pretrained_cfg is {shown(cfg)}.")
+    older = {"label_names": config.get("labels")} if cfg is config else {}
+    above = {name: config.get(name) for name in ("num_classes", "label_names", "label_descriptions")}
+    given = {name: value for entries in (older, cfg, above) for name, value in entries.items() if value is not None}
+    known = {name: value for name, value in given.items() if name in _ENTRIES}
+    if num_classes is not None and known.get("num_classes") not in (None, num_classes):
+        raise ValueError(f"it states both num_classes={shown(known['num_classes'])} and {shown(num_classes)}.")
+    for name, value in known.items():
+        if not (_is_labels(value) if name.startswith("label_") else _is_plain(value, _LONGEST_TEXT)):
+            raise ValueError(f"it states {name}={shown(value)}.")
+    check_preprocessing(known)
+    check_channels(known, 1, 3, known.get("input_size", (3,))[0])
+    return known
+
+
+def _is_labels(value: Any) -> bool:
+    """Whether these are names of classes, in order or by number, or descriptions by name."""
+    labels = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list)) and all(isinstance(label, str) for label in labels)
+
+
+def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -> None:
+    """Raise ValueError if a file states an argument that is no plain value for the architecture's constructor."""
+    allowed = architecture_arguments(architecture.partition(".")[0])
+    for name, value in stated.items():
+        if name not in allowed:
+            raise ValueError(
+                f"{origin} states the argument {shown(name)[1:-1]} for {architecture}, which is none of its "
+                "architecture: if you know it and want it, state it yourself with --model-kwargs."
+            )
+        if not _is_plain(value, _LONGEST_WORD):
+            raise ValueError(
+                f"{origin} states {name}={shown(value)}, but a file may state numbers, words and lists of them alone."
+            )
+
+
+def _is_plain(value: Any, longest: int) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _LONGEST_LIST and all(_is_scalar(part, longest) for part in value)
+    return _is_scalar(value, longest)
+
+
+def _is_scalar(value: Any, longest: int) -> bool:
+    if isinstance(value, str):
+        return len(value) <= longest
+    return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+
+
+@functools.cache
+def architecture_arguments(architecture: str) -> frozenset[str]:
+    """Names of the arguments that describe a registered model: its options here, and those of timm's classes.
+
+    The classes are those that the module of its entrypoint knows, models of a number of classes and their configs. They
+    may be more than the one that will be built, whose constructor refuses what it does not take.
+    """
+    module = sys.modules[model_entrypoint(architecture).__module__]
+    known = [*vars(module).values(), *vars(getattr(module, "stock_module", module)).values()]
+    of_classes = (_arguments(value) for value in known if isinstance(value, type))
+    names = set().union(*of_classes, MOE_OPTIONS, _ENTRYPOINT_OPTIONS)
+    return frozenset(filter(_is_architecture, names))
+
+
+def _arguments(known_class: type) -> set[str]:
+    """Of the constructors of a model, or of a dataclass, as which some families of timm keep their options."""
+    if not issubclass(known_class, nn.Module) and not is_dataclass(known_class):
+        return set()
+    constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
+    parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
+    names = {parameter.name for parameter in parameters if parameter.kind not in _VARIADIC}
+    return names if "num_classes" in names or is_dataclass(known_class) else set()
+
+
+def _is_architecture(name: str) -> bool:
+    return (
+        name not in _NO_ARCHITECTURE
+        and not name.startswith(_NO_ARCHITECTURE_BEGIN)
+        and not name.endswith(_NO_ARCHITECTURE_END)
+    )
