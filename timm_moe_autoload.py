@@ -40,7 +40,8 @@ def _load():
         if importlib.import_module("timm_moe").__file__ is None:
             raise ImportError("its folder is empty")
     except Exception as error:
-        warnings.warn(f"timm_moe could not be loaded, its models are missing: {error!r}", stacklevel=2)
+        cause = f"{type(error).__name__}: {error}"
+        warnings.warn(f"timm_moe could not be loaded, its models are missing: {cause}", stacklevel=2)
 
 
 def autoload():

@@ -3,7 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import models
+try:
+    import timm.task
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
+    ) from error
+
 from .callbacks import timm_hooks
 from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
 from .callbacks.ewa import ExpertWeightAveraging, average_experts_
@@ -11,6 +17,14 @@ from .convert import convert_to_moe, moe_layers, to_dense
 from .distributed import expert_placement
 from .layers import MemberLoss
 from .version import __version__
+
+# All or nothing: the hooks come before the models, whose training needs them, and go if those cannot be registered.
+timm_hooks.install()
+try:
+    from . import models
+except BaseException:
+    timm_hooks.uninstall()
+    raise
 
 if TYPE_CHECKING:
     from . import checkpoints
@@ -46,6 +60,3 @@ def __getattr__(name: str) -> Any:
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_AT_FIRST_USE[name], __name__), name)
-
-
-timm_hooks.install()

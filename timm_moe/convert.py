@@ -36,6 +36,7 @@ from .layers import (
     SharedExpertMlp,
     TilingRouter,
     TopKRouter,
+    WeakRegistry,
     begin_forward,
 )
 from .layers.checks import check_flag, check_integer, check_number
@@ -220,8 +221,9 @@ def convert_to_moe(
             raise ValueError(f"{path} is an expert layer already.")
     layers = {path: make_layer(model.get_submodule(path), path == chosen[-1]) for path in chosen}
     for path, layer in layers.items():
-        layer.path = path
-        _replace(model, model.get_submodule(path), layer.train(model.training))
+        ffn = model.get_submodule(path)
+        layer.path, layer.replaced = path, WeakRegistry(ffn.parameters())
+        _replace(model, ffn, layer.train(model.training))
     if router == "top_k":
         model.register_forward_pre_hook(begin_forward)
     return model
@@ -330,6 +332,20 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
+def check_whole(layer: MoeMlp) -> None:
+    """Raise ValueError if a wrapper holds the experts of a layer in another form than (E, ...), as FSDP1 does."""
+    parts = dict(layer.named_expert_parameters())
+    for name, shape in layer.stacked_shapes().items():
+        holder = layer.get_submodule(name.rpartition(".")[0])
+        if parts[name].shape != shape or next(holder.parameters(), None) is None:
+            raise ValueError(
+                f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since a wrapper holds "
+                f"them in flat pieces ({name} should have the shape {tuple(shape)}): FullyShardedDataParallel does; "
+                "take fully_shard (FSDP2) with timm_moe.expert_placement, or work on the whole weights, within "
+                "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
+            )
+
+
 def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -> ModelT:
     """A copy with the very parameters and buffers of the model.
 
@@ -360,11 +376,13 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
-        ValueError: if the model has no expert layers, the method is unknown or does not fit the networks, or
-            ``svd_ratio`` is not above 0 and at most 1.
+        ValueError: if the model has no expert layers or holds them in pieces (FSDP1), the method is unknown or does not
+            fit the networks, or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrap_model(model)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # so that these are not copied
+    for layer in memo.values():
+        check_whole(layer)
     return to_dense_(copy.deepcopy(model, memo), method, svd_ratio)
 
 
@@ -383,6 +401,8 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
+    for layer in layers.values():
+        check_whole(layer)
     number, told = len(layers), time.monotonic()
     for done, path in enumerate(list(layers)):
         if method == "svd" or time.monotonic() - told > PROGRESS_INTERVAL:  # which takes seconds for every expert

@@ -3,16 +3,15 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert import moe_layers
+from ..convert import check_whole, moe_layers
 from ..distributed import local_part
-from ..layers import MoeMlp
+from ..layers import MoeMlp, WeakRegistry
 from ..schedules import check_share_rate, get_schedule
 
 _logger = logging.getLogger(__name__)
@@ -80,51 +79,76 @@ def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> None:
 def average_experts_(model: nn.Module, beta: float) -> None:
     """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
 
+    It does as it is told: frozen experts are averaged, too.
+
     Raises:
-        ValueError: unless 0 <= beta <= (E - 1) / E, if there are no expert layers, or if they are sharded along the
-            dimension of the experts; nothing is averaged then.
+        ValueError: unless 0 <= beta <= (E - 1) / E, if there are no expert layers, if they are sharded along the
+            dimension of the experts or held in flat pieces (FSDP1), or if they are computed from other parameters
+            (pruned, weight-normed); nothing is averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
         raise ValueError(f"{type(model).__name__} has no expert layers to average.")
     for layer in layers:
         check_share_rate(beta, layer.num_experts, "beta")
-    parameters = [stacked for layer in layers for _, stacked in layer.named_expert_parameters()]
-    for stacked in parameters:
-        local_part(stacked)  # raises, before anything is averaged
-    for stacked in parameters:
+    once = {id(stacked): stacked for layer in layers for stacked in _averageable(layer)}
+    for stacked in once.values():
         average_(stacked, beta)
+
+
+def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
+    """The stacked parameters of a layer, (E, ...), each of which can be averaged in its place; else ValueError."""
+    check_whole(layer)
+    experts = layer.named_expert_parameters()
+    for name, stacked in experts:
+        if not isinstance(stacked, nn.Parameter):
+            raise ValueError(
+                f"{name} of the experts in {layer.path or 'an expert layer'} is computed from other parameters, so it "
+                "cannot be averaged: take the pruning or weight norm off (torch.nn.utils.prune.remove, "
+                "parametrize.remove_parametrizations). Pruning is not even computed again after a step here, since "
+                "the forward that it hooks into is never called."
+            )
+        local_part(stacked)  # raises
+    return [stacked for _, stacked in experts]
 
 
 class ExpertWeightAveraging:
     """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
 
     It hooks itself into the optimizer: once made, it needs no further call. Steps that a GradScaler skips are neither
-    counted nor followed by an averaging. The number of updates done is kept in the optimizer's first parameter group,
-    so it is saved and resumed with the optimizer's state. The optimizer's moments are left as they are.
+    counted nor averaged. The number of steps done is kept in ``optimizer.param_groups[0]["ewa_updates"]``, so it is
+    saved and restored with the optimizer's state, and the schedule goes on after resuming.
+
+    What is averaged is asked anew at each step: the experts that the optimizer then has among its parameters and that
+    require gradients, each parameter once, also where layers share it (at the first one's rate).
+
+    Of optimizers that work by another one (timm's Lookahead, SAM) and share its parameter groups, either may be given:
+    the experts are averaged once the outermost step ends, also after a ``second_step`` of SAM. An optimizer prepared by
+    Accelerate is followed where it really steps.
 
     Under timm's train.py none of this has to be written: see :mod:`timm_moe.callbacks.timm_hooks`.
 
     Args:
-        model: holds the expert layers; those whose parameters the optimizer trains are averaged.
+        model: holds the expert layers; those whose experts the optimizer trains are averaged.
         optimizer: any torch or timm optimizer.
-        share_rate: in [0, (E - 1) / E]; by default the rate that each layer was created with.
+        share_rate: in [0, (E - 1) / E]; by default the rate of each layer.
         schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns the rate of a step
-            for its progress, the completed fraction of all updates in (0, 1]; by default the schedule that each layer
-            was created with.
+            for its progress, the completed fraction of all updates in (0, 1]; by default the schedule of each layer.
         total_updates: optimizer steps in the whole run (an accumulation of gradients ends in one step).
 
     Raises:
+        TypeError: if the optimizer is none of torch's kind, so that its steps cannot be followed.
         ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
-            1, an optimizer that trains none of the model's expert layers or has its averaging already, or experts that
-            are sharded along their first dimension.
+            1, an optimizer that trains none of the model's experts or has its averaging already, or experts that cannot
+            be averaged where they are, as :func:`average_experts_`. What comes to be so later is an error at the
+            beginning of the next step.
 
     Attributes:
-        share_rate: the rate of the last averaging, 0 before the first.
+        share_rate: the rate of the last averaging in the first layer, 0 before the first.
         total_updates: as given.
     """
 
-    _alive: ClassVar["weakref.WeakSet[ExpertWeightAveraging]"] = weakref.WeakSet()
+    _alive: ClassVar[WeakRegistry["ExpertWeightAveraging"]] = WeakRegistry()
 
     def __init__(
         self,
@@ -137,36 +161,54 @@ class ExpertWeightAveraging:
     ):
         if total_updates < 1:
             raise ValueError(f"total_updates must be at least 1, got {total_updates}.")
+        optimizer = _with_hooks(optimizer)
         if self.of(optimizer) is not None:
             raise ValueError(
                 "This optimizer already has its expert weight averaging (timm's create_scheduler_v2 gives it one): "
                 "take that off first with ExpertWeightAveraging.of(optimizer).remove()."
             )
-        layers = trained_layers(optimizer, moe_layers(model).values())
+        self.total_updates = total_updates
+        self.share_rate = 0.0
+        self._of_model = WeakRegistry(moe_layers(model).values())
+        self._share_rate, self._schedule = share_rate, schedule
+        self._optimizer = weakref.ref(optimizer)
+        self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._steps: list[Optimizer] = []  # that have begun since the outermost one, which is the first
+        self._due: list[tuple[float, nn.Parameter]] = []  # at the end of that step
+        self._started = False
+        layers = layers_of_trained_experts(optimizer, self.layers())
+        for layer in layers or self.layers():
+            _averageable(layer)  # raises
         if not layers:
             raise ValueError(f"The optimizer trains no expert layer of this {type(model).__name__}.")
-        self.total_updates = total_updates
-        self.share_rate = 0.0  # of the last averaging, in the first layer
-        self._averaged = _rates_and_parameters(optimizer, layers, share_rate, schedule)
-        self._optimizer = weakref.ref(optimizer)
-        self._started = False
+        if callable(schedule) and share_rate is not None:
+            raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
+        if not callable(schedule):
+            self._rates(layers, 1.0)  # raises
         optimizer.param_groups[0].setdefault(UPDATES, 0)
-        if not (hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer.step, "hooked")):
-            # timm's Lookahead skips Optimizer.__init__, which installs torch's step hooks; this does it as well.
-            optimizer.__setstate__({})
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._follow(optimizer)
         self._alive.add(self)
         if is_primary():
-            _logger.info(self._describe(layers, share_rate, schedule))
+            _logger.info(self._describe(layers))
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
-        """The averaging that an optimizer (or the one inside a Lookahead) has, or None."""
+        """The averaging that an optimizer, or one that shares its parameter groups, has, or None."""
         for averaging in cls._alive:
             owner = averaging._optimizer()
             if owner is not None and owner.param_groups[0] is optimizer.param_groups[0]:
                 return averaging
         return None
+
+    @classmethod
+    def during(cls, optimizer: Optimizer) -> "list[ExpertWeightAveraging]":
+        """The averagings that a step of this optimizer, which may be a part of another one's, ends in."""
+        own = cls.of(optimizer)
+        return [averaging for averaging in cls._alive if averaging is own or averaging._steps]
+
+    def layers(self) -> list[MoeMlp]:
+        """The expert layers that are averaged as long as the optimizer trains their experts."""
+        return list(self._of_model)
 
     @property
     def updates(self) -> int:
@@ -190,32 +232,70 @@ class ExpertWeightAveraging:
 
     def remove(self) -> None:
         """Stop averaging."""
-        self._handle.remove()
+        for handle in self._handles.values():
+            handle.remove()
         self._alive.discard(self)
 
+    def _follow(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._handles:
+            self._handles[optimizer] = optimizer.register_step_post_hook(self._end_step)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        """A step begins, perhaps within another one's: whatever cannot be averaged is told before a weight moves."""
+        if not self._steps or optimizer in self._steps:  # none steps twice within a step: an earlier one has raised
+            self._steps = []
+            self._due = self._experts_due(optimizer)
+        self._follow(optimizer)
+        self._steps.append(optimizer)
+
+    def _experts_due(self, optimizer: Optimizer) -> list[tuple[float, nn.Parameter]]:
+        """What the step that begins ends with: the rates and the parameters that they are for."""
+        trained = _parameter_ids(optimizer)
+        layers = layers_of_trained_experts(optimizer, self.layers())
+        rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
+        due: dict[int, tuple[float, nn.Parameter]] = {}
+        for layer, rate in zip(layers, rates, strict=True):
+            for stacked in _averageable(layer):
+                if id(stacked) in trained and stacked.requires_grad:
+                    due.setdefault(id(stacked), (rate, stacked))
+        return list(due.values())
+
+    def _rates(self, layers: list[MoeMlp], progress: float) -> list[float]:
+        """The rate of each layer; ValueError if it is none."""
+        if callable(self._schedule):
+            rates = [self._schedule(progress)] * len(layers)  # called once for a step
+            for rate, layer in zip(rates, layers, strict=True):
+                check_share_rate(rate, layer.num_experts)
+            return rates
+        return [self._named_rate(layer, progress) for layer in layers]
+
+    def _named_rate(self, layer: MoeMlp, progress: float) -> float:
+        rate = layer.share_rate if self._share_rate is None else self._share_rate
+        check_share_rate(rate, layer.num_experts)
+        name: Any = layer.share_schedule if self._schedule is None else self._schedule
+        return get_schedule(name)(progress, rate)
+
     @torch.compiler.disable
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._steps[:1] != [optimizer]:
+            return
+        due, self._due, self._steps = self._due, [], []
         found_inf = getattr(optimizer, "found_inf", None)  # set while a GradScaler steps a fused optimizer
         if found_inf is not None and found_inf.item():
             return
         self._started = True
         optimizer.param_groups[0][UPDATES] = self.updates + 1
-        progress = min(self.updates / self.total_updates, 1.0)
-        rates = [rate(progress) for rate, _ in self._averaged]
-        self.share_rate = rates[0]
-        for beta, (_, parameters) in zip(rates, self._averaged, strict=True):
-            for stacked in parameters:
-                average_(stacked, beta)
+        self.share_rate = due[0][0] if due else 0.0
+        for beta, stacked in due:
+            average_(stacked, beta)
 
-    def _describe(
-        self, layers: list[MoeMlp], share_rate: float | None, schedule: str | Callable[[float], float] | None
-    ) -> str:
+    def _describe(self, layers: list[MoeMlp]) -> str:
         experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
-        if callable(schedule):
-            course = f"share rate by {getattr(schedule, '__name__', 'a function')}"
+        if callable(self._schedule):
+            course = f"share rate by {getattr(self._schedule, '__name__', 'a function')}"
         else:
-            rate = layers[0].share_rate if share_rate is None else share_rate
-            course = f"share rate {rate:g}, schedule {schedule or layers[0].share_schedule}"
+            rate = layers[0].share_rate if self._share_rate is None else self._share_rate
+            course = f"share rate {rate:g}, schedule {self._schedule or layers[0].share_schedule}"
         after = f", continuing after update {self.updates}" if self.updates else ""
         return (
             f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, {course}, "
@@ -223,49 +303,50 @@ class ExpertWeightAveraging:
         )
 
 
+@torch.compiler.disable  # the step of an optimizer may be compiled
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Pre-hook of every optimizer's step: its averaging, if there is one, follows it to its end."""
+    averaging = ExpertWeightAveraging.of(optimizer)
+    if averaging is not None:
+        averaging._begin_step(optimizer)
+
+
+def _with_hooks(optimizer: Any) -> Optimizer:
+    """The optimizer whose steps are those to follow, with torch's step hooks."""
+    while hasattr(optimizer, "step_was_skipped"):  # Accelerate's: its step may be none, that of the one inside is one
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed.")
+    if not (hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer.step, "hooked")):
+        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs torch's step hooks; this does, too.
+        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
+        if not hasattr(optimizer.step, "hooked"):
+            raise ValueError(
+                f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: "
+                "make the averaging right after the optimizer."
+            )
+    return optimizer
+
+
 def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
-    """Those of the layers that have a parameter among the optimizer's."""
+    """Those of the layers that have a parameter among the optimizer's, be it their router's."""
     trained = _parameter_ids(optimizer)
     return [layer for layer in layers if any(id(parameter) in trained for parameter in layer.parameters())]
 
 
+def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
+    """Those of the layers that have a parameter of their experts, or one these are computed from, among its own."""
+    trained = _parameter_ids(optimizer)
+    return [layer for layer in layers if any(id(parameter) in trained for parameter in _experts_own(layer))]
+
+
+def _experts_own(layer: MoeMlp) -> list[nn.Parameter]:
+    own = layer.named_parameters()
+    return [parameter for name, parameter in own if name.partition(".")[0] not in ("router", "shared")]
+
+
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _rates_and_parameters(
-    optimizer: Optimizer,
-    layers: list[MoeMlp],
-    share_rate: float | None,
-    schedule: str | Callable[[float], float] | None,
-) -> list[tuple[Callable[[float], float], list[nn.Parameter]]]:
-    """The functions from progress to rate, each with the stacked parameters that follow it."""
-    trained = _parameter_ids(optimizer)
-    parameters = {
-        layer: [stacked for _, stacked in layer.named_expert_parameters() if id(stacked) in trained] for layer in layers
-    }
-    for layer in layers:
-        for stacked in parameters[layer]:
-            local_part(stacked)  # raises
-    if callable(schedule):
-        if share_rate is not None:
-            raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
-        fewest = min(layer.num_experts for layer in layers)
-        return [(partial(_checked_rate, schedule, fewest), [p for layer in layers for p in parameters[layer]])]
-    return [(_named_rate(layer, share_rate, schedule), parameters[layer]) for layer in layers]
-
-
-def _named_rate(layer: MoeMlp, share_rate: float | None, schedule: str | None) -> Callable[[float], float]:
-    rate = layer.share_rate if share_rate is None else share_rate
-    check_share_rate(rate, layer.num_experts)
-    named = get_schedule(layer.share_schedule if schedule is None else schedule)
-    return lambda progress: named(progress, rate)
-
-
-def _checked_rate(schedule: Callable[[float], float], num_experts: int, progress: float) -> float:
-    rate = schedule(progress)
-    check_share_rate(rate, num_experts)
-    return rate
 
 
 def is_primary() -> bool:

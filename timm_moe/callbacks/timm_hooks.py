@@ -11,8 +11,7 @@ import functools
 import inspect
 import logging
 import sys
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,15 +21,15 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask, TrainingTask
-from timm.utils import unwrap_model
-from torch import nn
+from timm.utils import adaptive_clip_grad, unwrap_model
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..convert import expert_parameters
-from ..layers import EwaMlp, MemberLoss, MoeMlp
-from . import aux_loss
-from .ewa import UPDATES, ExpertWeightAveraging, is_primary, trained_layers
+from ..layers import EwaMlp, MemberLoss, MoeMlp, WeakRegistry
+from . import aux_loss, ewa
+from .ewa import UPDATES, ExpertWeightAveraging, is_primary, layers_of_trained_experts
 
 _logger = logging.getLogger(__name__)
 _scheduler_signature = inspect.signature(create_scheduler_v2)
@@ -42,10 +41,9 @@ _DISTILLATION_TASKS: list[Any] = [
     for name in ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask")
     if hasattr(timm.task, name)
 ]
-#: Averagings that were attached here, not by the user, with the updates per epoch of their run.
-_attached: "weakref.WeakKeyDictionary[ExpertWeightAveraging, int]" = weakref.WeakKeyDictionary()
-_warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
-_stepped: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_warned: WeakRegistry[Optimizer] = WeakRegistry()
+#: What takes the hooks off again, the last one first; empty where they are not installed.
+_undo: list[Callable[[], None]] = []
 
 
 @functools.wraps(create_optimizer_v2)
@@ -86,20 +84,78 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     return lr_scheduler, num_epochs
 
 
+class _RunAveraging(ExpertWeightAveraging):
+    """The averaging of a run that timm's scheduler states: of all experts with a share rate that the optimizer trains.
+
+    Args:
+        layers: some that it trains now; others may be added.
+        optimizer: of the run.
+        num_epochs: of the run.
+        updates_per_epoch: optimizer steps of an epoch.
+
+    Attributes:
+        updates_per_epoch: as given.
+        begun: whether training has begun: a gradient has come, be it one for which a GradScaler skips the step.
+    """
+
+    def __init__(self, layers: Iterable[MoeMlp], optimizer: Optimizer, num_epochs: int, updates_per_epoch: int):
+        super().__init__(nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch)
+        self.updates_per_epoch = updates_per_epoch
+        self.begun = False
+        self._first_gradients = [
+            stacked.register_post_accumulate_grad_hook(self._begin) for _, stacked in self._experts_due(optimizer)[:1]
+        ]
+
+    def _begin(self, stacked: Tensor) -> None:
+        self.begun = True
+        for handle in self._first_gradients:
+            handle.remove()
+
+    def remove(self) -> None:
+        super().remove()
+        for handle in self._first_gradients:
+            handle.remove()
+
+    def layers(self) -> list[MoeMlp]:
+        return [layer for layer in MoeMlp.alive if layer.share_rate]
+
+    def seek_start(self, updates: int) -> None:
+        """A scheduler is at this update, which is where the run starts, if training has not begun."""
+        if not self.begun and updates % self.updates_per_epoch == 0:  # runs start with an epoch
+            self.seek(updates)
+
+
 def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: int) -> None:
-    trained = trained_layers(optimizer, MoeMlp.alive)
+    trained = layers_of_trained_experts(optimizer, MoeMlp.alive)
     layers = [layer for layer in trained if layer.share_rate]
     earlier = ExpertWeightAveraging.of(optimizer)
     if not layers and any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
         _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
-    if not layers or not num_epochs * updates_per_epoch or (earlier and earlier not in _attached):
+    if not layers or not num_epochs * updates_per_epoch or (earlier and not isinstance(earlier, _RunAveraging)):
         return
     if earlier:  # another scheduler for the same optimizer: another run, unless nothing was trained yet
         earlier.remove()
         if earlier.started:
             optimizer.param_groups[0][UPDATES] = 0
-    averaging = ExpertWeightAveraging(nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch)
-    _attached[averaging] = updates_per_epoch
+    _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch)
+
+
+@functools.wraps(adaptive_clip_grad)
+def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    stacked = {id(parameter) for layer in MoeMlp.alive for _, parameter in layer.named_expert_parameters()}
+    units = [part for p in given for part in (_experts_of(p) if id(p) in stacked else [p])]
+    adaptive_clip_grad(units, *args, **kwargs)
+
+
+def _experts_of(stacked: Tensor) -> list[Tensor]:
+    """Each expert's part of a stacked parameter, (...) of (E, ...), with its part of the gradient; memory is shared."""
+    if stacked.grad is None:
+        return []
+    parts = list(stacked.detach().unbind(0))
+    for part, gradient in zip(parts, stacked.grad.unbind(0), strict=True):
+        part.grad = gradient
+    return parts
 
 
 def _with_router_losses(init: Any) -> Any:
@@ -166,11 +222,9 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
         if position == "epoch":
             aux_loss.log_epoch(self.optimizer)
         averaging = ExpertWeightAveraging.of(self.optimizer)
-        if averaging is not None and averaging in _attached:
+        if isinstance(averaging, _RunAveraging):
             reached = args[0] if args else kwargs[position]
-            updates = reached * _attached[averaging] if position == "epoch" else reached
-            if updates % _attached[averaging] == 0:  # runs start with an epoch; else the scaler skipped a first step
-                averaging.seek(updates)
+            averaging.seek_start(reached * averaging.updates_per_epoch if position == "epoch" else reached)
         method(self, *args, **kwargs)
 
     return observe_and_call
@@ -179,26 +233,46 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 @torch.compiler.disable  # the step of an optimizer may be compiled
 def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Say once that experts are trained which nothing averages, though they have a share rate."""
-    if not MoeMlp.alive or optimizer in _warned or ExpertWeightAveraging.of(optimizer):
+    if not MoeMlp.alive or optimizer in _warned:
         return
-    if any(layer.share_rate for layer in trained_layers(optimizer, MoeMlp.alive)):
+    averaged = {id(layer) for averaging in ExpertWeightAveraging.during(optimizer) for layer in averaging.layers()}
+    left_out = [layer for layer in MoeMlp.alive if layer.share_rate and id(layer) not in averaged]
+    names = [layer.path or "an expert layer" for layer in layers_of_trained_experts(optimizer, left_out)]
+    if names:
         _warned.add(optimizer)
         _logger.warning(
-            "EWA: nothing averages the experts that this optimizer trains, as their share rate asks for. Make a "
-            "timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), or pass updates_per_epoch to timm's "
-            "create_scheduler_v2. If you call average_experts_ yourself or want none, set share_rate=0."
+            "EWA: nothing averages the experts that this optimizer trains, as their share rate asks for (those in "
+            f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), or pass "
+            "updates_per_epoch to timm's create_scheduler_v2. If you call average_experts_ yourself or want none, set "
+            "share_rate=0."
+        )
+    elif any(map(_is_flat, left_out)) and _has_flat_parameters(optimizer):
+        _warned.add(optimizer)
+        _logger.warning(
+            "EWA: nothing averages the experts, since FullyShardedDataParallel holds them in flat pieces: take "
+            "fully_shard (FSDP2) with timm_moe.expert_placement, or set share_rate=0."
         )
 
 
+def _is_flat(layer: MoeMlp) -> bool:
+    return not any(isinstance(stacked, nn.Parameter) for _, stacked in layer.named_expert_parameters())
+
+
+def _has_flat_parameters(optimizer: Optimizer) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported nobody uses it
+    flat = getattr(fsdp, "FlatParameter", ())
+    return any(isinstance(parameter, flat) for group in optimizer.param_groups for parameter in group["params"])
+
+
 @torch.compiler.disable
-def _refuse_dense_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise an error at the first step if an optimizer of experts resumed the state of a dense model's."""
-    if not MoeMlp.alive or optimizer in _stepped:
-        return
-    _stepped.add(optimizer)
-    for layer in trained_layers(optimizer, MoeMlp.alive):
+def _refuse_dense_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise ValueError if an optimizer is that of a dense model, by its parameters or by the state that was loaded."""
+    for layer in MoeMlp.alive:
+        if any(layer.replaced):
+            _refuse_replaced(optimizer, layer)
+    for layer in layers_of_trained_experts(optimizer, MoeMlp.alive):
         for _, stacked in layer.named_expert_parameters():
-            state = optimizer.state.get(stacked, {})
+            state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for other processes' parts
             moment = state.get("exp_avg", state.get("momentum_buffer"))
             if moment is not None and moment.shape == stacked.shape[1:]:
                 raise ValueError(
@@ -207,27 +281,65 @@ def _refuse_dense_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
 
 
+def _refuse_replaced(optimizer: Optimizer, layer: MoeMlp) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trains_experts = bool(layers_of_trained_experts(optimizer, [layer]))
+    frozen = not any(stacked.requires_grad for _, stacked in layer.named_expert_parameters())
+    if not trains_experts and not frozen and any(id(parameter) in held for parameter in layer.replaced):
+        raise ValueError(
+            f"This optimizer is older than the experts in {layer.path}: it holds the dense weights whose place they "
+            "took, and would leave them untrained. Make it anew from the model's parameters, after convert_to_moe."
+        )
+
+
+#: timm's functions that are wrapped, wherever they stand.
+_WRAPPED = (
+    (create_optimizer_v2, _create_optimizer_v2),
+    (create_scheduler_v2, _create_scheduler_v2),
+    (adaptive_clip_grad, _adaptive_clip_grad),
+)
+
+
 def wrap_factories() -> None:
-    """Put the wrapped factories wherever timm's own stand, also in a script that already imported them."""
+    """Put the wrapped functions wherever timm's own stand, also in a script that already imported them."""
     here = sys.modules[__name__]
-    wrapped = ((create_optimizer_v2, _create_optimizer_v2), (create_scheduler_v2, _create_scheduler_v2))
     for module in list(sys.modules.values()):
-        for factory, wrapper in wrapped:
-            if module is not here and getattr(module, "__dict__", {}).get(factory.__name__) is factory:
-                setattr(module, factory.__name__, wrapper)
+        for original, wrapper in _WRAPPED:
+            name = original.__name__
+            if module is not here and getattr(module, "__dict__", {}).get(name) is original:
+                _replace(module, name, wrapper)
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, new)
 
 
 def install() -> None:
-    """Put the hooks in place; done once, when timm_moe is imported."""
+    """Put the hooks in place, all of them or, if that fails, none; nothing is done where they are already."""
+    if _undo:
+        return
+    try:
+        _install()
+    except BaseException:
+        uninstall()
+        raise
+
+
+def _install() -> None:
     wrap_factories()
-    scheduler_classes: list[Any] = [Scheduler, PlateauLRScheduler]  # those that define the two methods
-    for scheduler_class in scheduler_classes:
-        scheduler_class.step = _at_scheduler_step(scheduler_class.step, "epoch")
-        scheduler_class.step_update = _at_scheduler_step(scheduler_class.step_update, "num_updates")
-    TrainingTask.__init__ = _with_router_losses(TrainingTask.__init__)  # type: ignore[method-assign]
-    ClassificationTask.__init__ = _with_member_loss(ClassificationTask.__init__)  # type: ignore[method-assign]
+    for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
+        for name, position in (("step", "epoch"), ("step_update", "num_updates")):
+            _replace(scheduler_class, name, _at_scheduler_step(getattr(scheduler_class, name), position))
+    _replace(TrainingTask, "__init__", _with_router_losses(TrainingTask.__init__))
+    _replace(ClassificationTask, "__init__", _with_member_loss(ClassificationTask.__init__))
     for task_class in _DISTILLATION_TASKS:
-        task_class.__init__ = _without_members(task_class.__init__)
-    register_optimizer_step_pre_hook(_warn_without_averaging)
-    register_optimizer_step_pre_hook(_refuse_dense_state)
-    register_optimizer_step_pre_hook(aux_loss.before_step)
+        _replace(task_class, "__init__", _without_members(task_class.__init__))
+    for hook in (ewa.before_step, _warn_without_averaging, _refuse_dense_optimizer, aux_loss.before_step):
+        _undo.append(register_optimizer_step_pre_hook(hook).remove)
+
+
+def uninstall() -> None:
+    """Take the hooks off again."""
+    while _undo:
+        _undo.pop()()

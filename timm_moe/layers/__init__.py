@@ -5,6 +5,7 @@ from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
+from .registry import WeakRegistry
 from .routing import (
     EnsembleRouter,
     ImageRouter,
@@ -32,6 +33,7 @@ __all__ = [
     "Tile",
     "TilingRouter",
     "TopKRouter",
+    "WeakRegistry",
     "begin_forward",
     "ensemble_log_probabilities",
 ]

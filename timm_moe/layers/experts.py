@@ -91,6 +91,11 @@ class Experts(Stacked):
         # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
+    def stacked_shapes(self) -> dict[str, torch.Size]:
+        """Shapes (E, ...) that the stacked parameters have as long as no wrapper holds them otherwise."""
+        dense = self._ffn.named_parameters()
+        return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
+
     def networks(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked, without a graph."""
         return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}

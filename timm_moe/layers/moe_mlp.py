@@ -1,7 +1,7 @@
 """The expert layers that take the place of a transformer block's feed-forward network."""
 
 import copy
-import weakref
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, mean_over_experts
+from .registry import WeakRegistry
 from .routing import ImageRouter, RandomPartition, TopKRouter
 from .scripting import ScriptableMlp, ScriptableMoeMlp, replacing
 
@@ -28,10 +29,12 @@ class MoeMlp(Experts):
 
     Attributes:
         path: name of the layer in its model, for messages.
+        replaced: the parameters of the dense network whose place it took, as long as something still holds them.
     """
 
     #: Every layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
-    alive: ClassVar["weakref.WeakSet[MoeMlp]"] = weakref.WeakSet()
+    alive: ClassVar[WeakRegistry["MoeMlp"]] = WeakRegistry()
+    replaced: Iterable[nn.Parameter] = ()
 
     def __init__(
         self,
