@@ -181,7 +181,7 @@ def test_other_arrays_than_a_v_moes(change, message):
         ("none", "a.safetensors", FileNotFoundError, "There is no .*none.index"),
         ("gs://vmoe_checkpoints/vmoe_s32", "a.safetensors", ValueError, "not on this machine: download"),
         ("vmoe_tiny", "a.bin", ValueError, "must be a file that ends in .safetensors"),
-        ("vmoe_tiny", "none/a.safetensors", FileNotFoundError, "There is no folder"),
+        ("vmoe_tiny", "vmoe_tiny.index/a.safetensors", NotADirectoryError, "vmoe_tiny.index is a file, so"),
     ],
 )
 def test_bad_names(copy, prefix, output, error, message):

@@ -134,7 +134,7 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
 
     Args:
         prefix: what the names of its ``.index`` and ``.data-…`` files have in common.
-        output: file to write, ending in ``.safetensors``.
+        output: file to write, ending in ``.safetensors``; missing parents are made.
         overwrite: replace a file that exists.
 
     Raises:
@@ -149,6 +149,7 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
     state_dict = state_dict_from_flax(params)
     name, kwargs = model_from_flax(params)
     with written_whole(output) as partial:
+        check_writable(output, overwrite)  # another process may have been there since
         save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
