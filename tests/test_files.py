@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from conftest import DATA, SMALL_VIT, SMALL_VIT_KWARGS
+from conftest import DATA, SMALL_VIT
 from safetensors.torch import load_file
 
 import timm_moe
@@ -82,9 +83,8 @@ def test_an_export_into_a_real_mount_point(tmp_path):
     unshare = ["unshare", "-rm"]
     (tmp_path / "try").mkdir()
     try:
-        subprocess.run(
-            [*unshare, "mount", "-t", "tmpfs", "none", str(tmp_path / "try")], check=True, capture_output=True
-        )
+        mount = ["mount", "-t", "tmpfs", "none", str(tmp_path / "try")]
+        subprocess.run([*unshare, *mount], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"Nothing can be mounted here: {error}")
     code = MOUNTED.replace("{options}", repr(SMALL_VIT))
@@ -223,10 +223,8 @@ def race(target, text, begin):
     """Write the pair again and again."""
     begin.wait()
     for number in range(60):
-        try:
+        with suppress(BlockingIOError):  # another one is at it
             write_pair(target, f"{text} {number}")
-        except BlockingIOError:  # another one is at it
-            pass
 
 
 def watch(target, begin, stop, seen):
@@ -250,8 +248,8 @@ def test_racing_processes_never_mix_what_belongs_together(tmp_path, new):
         write_pair(target, "before")
     context = multiprocessing.get_context("fork")
     begin, stop, seen = context.Event(), context.Event(), context.Array("i", [0, 0])
-    writers = [context.Process(target=race, args=(target, str(n), begin)) for n in range(6)]
-    watcher = context.Process(target=watch, args=(target, begin, stop, seen))
+    writers = [context.Process(target=race, args=(target, str(n), begin), daemon=True) for n in range(6)]
+    watcher = context.Process(target=watch, args=(target, begin, stop, seen), daemon=True)
     for process in (*writers, watcher):
         process.start()
     begin.set()

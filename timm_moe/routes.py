@@ -259,7 +259,7 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
     Args:
         all_routes: from :func:`collect_routes`.
         contents: of the JSON file.
-        output_dir: folder, which is made if need be, as are its parents. An older plot does not stay beside new numbers.
+        output_dir: folder, which is made if need be, as are its parents. An old plot does not stay beside new numbers.
     """
     with staged(output_dir) as temporary:
         folder = temporary / "routes"
