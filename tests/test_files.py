@@ -4,9 +4,9 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 
@@ -311,15 +311,19 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 # --- what killed processes leave
 
 
-def kill_within(block, *arguments):
-    """Run a block of Python in a process that dies at its end."""
-    code = "import os, sys, signal\nfrom timm_moe.files import *\nfrom timm_moe import files\n" + textwrap.dedent(block)
-    subprocess.run([sys.executable, "-c", code + "\n    os.kill(os.getpid(), signal.SIGKILL)", *map(str, arguments)])
+def kill_within(hidden):
+    """A process that dies within the block of a context manager, having written there."""
+    child = os.fork()
+    if child == 0:
+        with hidden as path:
+            (path / "x" if path.is_dir() else path).write_text("x" * 99)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def test_leftovers_are_removed_by_the_next_run(tmp_path):
     output = tmp_path / "a.json"
-    kill_within("with written_whole(sys.argv[1]) as partial:\n    partial.write_text('x' * 99)", output)
+    kill_within(written_whole(output))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [".a.json.timm_moe.lock", ".a.json.timm_moe.partial"]
     write_json(tmp_path / "b.json", {})  # another target
@@ -334,7 +338,7 @@ def test_leftovers_in_and_beside_a_folder(tmp_path, there, ewa_vit):
     target = tmp_path / "vit"
     if there:
         target.mkdir()
-    kill_within("with staged(sys.argv[1]) as folder:\n    (folder / 'x').write_text('x')", target)
+    kill_within(staged(target))
     assert len(list((target if there else tmp_path).glob(".*timm_moe*"))) == 2
     if not there:
         target.mkdir()  # so that the next run works in another place
@@ -345,9 +349,7 @@ def test_leftovers_in_and_beside_a_folder(tmp_path, there, ewa_vit):
 
 def test_what_a_killed_push_left_goes_with_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
-    block = "with scratch_folder('push') as folder:\n    (folder / 'x').write_text('x')"
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    kill_within(block)
+    kill_within(scratch_folder("push"))
     assert len(os.listdir(tmp_path)) == 2
     with scratch_folder("push") as first, scratch_folder("push") as second:  # at once
         assert first != second
@@ -358,9 +360,7 @@ def test_what_a_killed_push_left_goes_with_the_next(tmp_path, monkeypatch):
 
 def test_push_stages_where_the_next_push_cleans(ewa_vit, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
-    kill = "with scratch_folder('push') as folder:\n    (folder / 'model.safetensors').write_text('x')"
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    kill_within(kill)
+    kill_within(scratch_folder("push"))
     timm_moe.push_dense(ewa_vit, "user/vit", dry_run=True)
     timm_moe.callbacks.hub.push_moe(ewa_vit, "user/vit", dry_run=True)
     assert os.listdir(tmp_path) == []

@@ -139,13 +139,16 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
 
     Raises:
         OSError: if a file is missing, exists already, or cannot be written.
-        ValueError: if the checkpoint is damaged or no V-MoE; nothing is written then.
+        ValueError: if the checkpoint is damaged, no V-MoE or not finite; nothing is written then.
     """
     output = Path(output)
     if output.suffix != ".safetensors":
         raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
     check_writable(output, overwrite)
     params = read_arrays(prefix)
+    for path, array in params.items():
+        if not array.isfinite().all():
+            raise ValueError(f"The checkpoint's array {path} holds NaN or Inf.")
     state_dict = state_dict_from_flax(params)
     name, kwargs = model_from_flax(params)
     with written_whole(output) as partial:
