@@ -106,7 +106,7 @@ def test_export(ewa_vit, tmp_path, capsys):
         (["info", "no_such_model"], "Unknown model (no_such_model)"),
         (["export", "missing.pth", "out"], "missing.pth is neither a file nor a folder"),
         (["export", "user/name", "out"], "a repository on the Hub is written hf-hub:user/name"),
-        (["export", "missing.pth", "user/name"], "There is no folder user"),
+        (["export", "missing.pth", "../out/name"], "missing.pth is neither a file nor a folder"),
         (["list", "small"], "No model of timm_moe matches 'small'"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1.5"], "moe_layers must be 'every-n'"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "share_schedule=[1]"], "share_schedule must be one of"),

@@ -199,7 +199,7 @@ def test_the_command(data, model, tmp_path, capsys):
         (["b.pth.tar", "--data-dir", "{data}"], "b.pth.tar has 3 classes, but a.pth.tar has 5: the members"),
         (["c.pth.tar", "--data-dir", "{data}"], "c.pth.tar is neither a file nor a folder"),
         (["--data-dir", "{data}", "--ood-data-dir", "nowhere"], "There is no data folder nowhere."),
-        (["--data-dir", "{data}", "--json", "no/a.json"], "There is no folder no to write a.json in."),
+        (["--data-dir", "{data}", "--json", "a.pth.tar/a.json"], "a.pth.tar is a file, so a.pth.tar/a.json"),
         (["--data-dir", "{data}", "--json", "empty"], "empty is a folder"),
         (["--data-dir", "{data}", "--use-ema"], "a.pth.tar has no EMA weights"),
     ],

@@ -226,7 +226,7 @@ def test_where_nothing_can_be_written(data, tmp_path, capsys):
     arguments = ["routes", "missing.pth", "--data-dir", str(data)]
     (tmp_path / "file").touch()
     assert main([*arguments, str(tmp_path / "file")]) == 1
-    assert main([*arguments, str(tmp_path / "no/where")]) == 1
+    assert main([*arguments, str(tmp_path / "file/where")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert "file is a file; the output must be a folder." in errors[0]
-    assert "to make where in." in errors[1]
+    assert "file is a file, so" in errors[1]

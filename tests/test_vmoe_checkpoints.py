@@ -4,6 +4,7 @@ the logits of its own model; data/vmoe/README.md says how they were made.
 
 import re
 import shutil
+import time
 
 import msgpack
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import timm_moe
-from timm_moe.checkpoints.sharded import read_arrays
+from timm_moe.checkpoints.sharded import read_arrays, tile
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
 from timm_moe.cli import main
 
@@ -181,7 +182,7 @@ def test_other_arrays_than_a_v_moes(change, message):
         ("none", "a.safetensors", FileNotFoundError, "There is no .*none.index"),
         ("gs://vmoe_checkpoints/vmoe_s32", "a.safetensors", ValueError, "not on this machine: download"),
         ("vmoe_tiny", "a.bin", ValueError, "must be a file that ends in .safetensors"),
-        ("vmoe_tiny", "none/a.safetensors", FileNotFoundError, "There is no folder"),
+        ("vmoe_tiny", "vmoe_tiny.index/a.safetensors", NotADirectoryError, "vmoe_tiny.index is a file, so"),
     ],
 )
 def test_bad_names(copy, prefix, output, error, message):
@@ -282,4 +283,126 @@ def test_slices_that_overlap_and_leave_a_hole(copy):
     index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, [0, 1]]))
     copy.with_name("vmoe_tiny.index").write_bytes(msgpack.packb(index))
     with pytest.raises(ValueError, match="index is damaged"):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))
+
+
+def packed(*bounds):
+    return msgpack.packb([msgpack.packb([start, stop, step]) for start, stop, step in bounds])
+
+
+def write_sliced(folder, rows):
+    """A checkpoint of one array, cut into so many slices that go around its three shards."""
+    slices = [packed((row, row + 1, None), (0, 2, None)) for row in range(rows)]
+    info = msgpack.packb([[rows, 2], "float32"])
+    leaf = msgpack.ExtType(8, msgpack.packb([info, slices, [row % 3 for row in range(rows)]]))
+    folder.joinpath("a.index").write_bytes(msgpack.packb({"shard_count": 3, "index": {"x": leaf}}))
+    for shard in range(3):
+        of_shard = []
+        for row in range(shard, rows, 3):
+            content = np.float32([row, -row]).tobytes()
+            chunk = msgpack.ExtType(1, msgpack.packb([[1, 2], "float32", content]))
+            of_shard.append([[chunk], msgpack.ExtType(6, slices[row])])
+        content = {"__msgpack_array_chunk_a87ca2__": True, "0": of_shard}
+        folder.joinpath(f"a.data-0000{shard}-of-00003").write_bytes(msgpack.packb(content))
+
+
+def test_twenty_thousand_slices(tmp_path):
+    """Comparing each with each took more than 100 s."""
+    write_sliced(tmp_path, 20_000)
+    begin = time.process_time()
+    (array,) = read_arrays(tmp_path / "a").values()
+    assert time.process_time() - begin < 10
+    assert torch.equal(array, torch.arange(20_000.0)[:, None] * torch.tensor([1.0, -1.0]))
+
+
+boxes = st.integers(1, 3).flatmap(
+    lambda dims: st.tuples(
+        st.lists(st.integers(1, 4), min_size=dims, max_size=dims),
+        st.lists(
+            st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 5)), min_size=dims, max_size=dims).map(tuple),
+            max_size=6,
+        ),
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(boxes)
+def test_slices_cover_an_array_exactly_once(case):
+    """Against an array in which the elements of each slice are counted."""
+    shape, parts = case
+    count = np.zeros([size + 4 for size in shape], int)
+    valid = all(start < stop for part in parts for start, stop in part)
+    for part in parts:
+        count[tuple(slice(start + 2, stop + 2) for start, stop in part)] += 1
+    expected = np.pad(np.ones(shape, int), [(2, 2)] * len(shape))
+    assert tile(parts, shape) == (valid and np.array_equal(count, expected))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_gaps_and_overlaps_in_a_tiling_are_found(data):
+    """Pieces of an array that was cut at random, then one changed."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    parts = [tuple((0, size) for size in shape)]
+    for _ in range(data.draw(st.integers(0, 12))):
+        index = data.draw(st.integers(0, len(parts) - 1))
+        axis = data.draw(st.integers(0, len(shape) - 1))
+        start, stop = parts[index][axis]
+        if stop - start > 1:
+            middle = data.draw(st.integers(start + 1, stop - 1))
+            part = parts.pop(index)
+            parts += [(*part[:axis], bounds, *part[axis + 1 :]) for bounds in ((start, middle), (middle, stop))]
+    assert tile(parts, shape)
+    index = data.draw(st.integers(0, len(parts) - 1))
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    start, stop = parts[index][axis]
+    change = data.draw(st.sampled_from([(start - 1, stop), (start + 1, stop), (start, stop + 1), (start, stop - 1)]))
+    assert not tile([*parts[:index], *parts[index + 1 :]], shape)
+    assert not tile([*parts, parts[index]], shape)
+    assert not tile(
+        [*parts[:index], (*parts[index][:axis], change, *parts[index][axis + 1 :]), *parts[index + 1 :]], shape
+    )
+
+
+def test_shapes_of_no_and_too_many_dimensions():
+    assert tile([()], [])
+    assert not tile([(), ()], [])
+    assert tile([], [0])
+    assert tile([], [3, 0])
+    assert not tile([], [-1])
+    assert not tile([((0, 1.5),)], [1.5])
+    assert not tile([((0, 1),) * 99], [1] * 99)
+
+
+def test_slices_with_steps_are_refused(copy):
+    index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
+    info, slices, shards = msgpack.unpackb(index["index"]["cls"].data)
+    bounds = [msgpack.unpackb(bound) for bound in msgpack.unpackb(slices[0])]
+    slices[0] = packed(*((start, stop, 2) for start, stop, _ in bounds))
+    index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, shards]))
+    copy.with_name("vmoe_tiny.index").write_bytes(msgpack.packb(index))
+    with pytest.raises(ValueError, match="index is damaged"):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(copy, value):
+    """Bytes that were flipped, or a training that diverged."""
+    arrays = read_arrays(FOLDER / "vmoe_tiny")
+    weights = arrays["head/bias"].numpy().tobytes()
+    for file in copy.parent.glob("vmoe_tiny.data*"):
+        content = file.read_bytes()
+        file.write_bytes(content.replace(weights, np.full(len(weights) // 4, value, np.float32).tobytes()))
+    with pytest.raises(ValueError, match="array head/bias holds NaN or Inf"):
+        import_checkpoint(copy, copy.with_name("a.safetensors"))
+    assert not copy.with_name("a.safetensors").exists()
+
+
+def test_arrays_that_the_index_does_not_know(copy):
+    file = copy.with_name("vmoe_tiny.data-00000-of-00003")
+    content = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
+    content["999"] = []
+    file.write_bytes(msgpack.packb(content))
+    with pytest.raises(ValueError, match="is damaged, or belongs to another index"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from .convert import moe_layers
 from .data import Inference, batches, class_names
-from .files import check_writable, write_json, written_whole
+from .files import check_folder, check_writable, dump_json, publish, staged
 from .layers import MoeMlp, RandomPartition, Routing, TopKRouter
 
 _logger = logging.getLogger(__name__)
 
+#: What is written; routes.json says of what the others are.
+_FILES = ("routes.png", "routes.csv", "routes.json")
 #: Random assignments of labels to images over which the mutual information by chance is averaged.
 SHUFFLES = 10
 #: Widest and highest that the panels of the plot may get together, and one of them, in inches.
@@ -243,14 +245,10 @@ def table(summary: Mapping[str, Any]) -> str:
 
 def check_output(output_dir: str | Path, overwrite: bool = False) -> None:
     """Raise OSError if the results cannot be written; say so in the log if there will be no plot."""
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; the output must be a folder.")
-    if not folder.absolute().parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder.parent} to make {folder.name} in.")
-    if folder.is_dir():
-        for name in ("routes.json", "routes.csv", "routes.png"):
-            check_writable(folder / name, overwrite)
+    check_folder(output_dir, _FILES)
+    for name in _FILES:
+        if Path(output_dir, name).exists():
+            check_writable(Path(output_dir, name), overwrite)
     if find_spec("matplotlib") is None:
         _logger.warning("There will be no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
 
@@ -261,20 +259,25 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
     Args:
         all_routes: from :func:`collect_routes`.
         contents: of the JSON file.
-        output_dir: folder, which is made if need be.
+        output_dir: folder, which is made if need be, as are its parents. An old plot does not stay beside new numbers.
     """
-    folder = Path(output_dir)
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "routes.json", contents)
-    with written_whole(folder / "routes.csv") as file, open(file, "w", newline="") as stream:
+    with staged(output_dir) as temporary:
+        folder = temporary / "routes"
+        folder.mkdir()
+        _write_files(all_routes, contents, folder)
+        publish(folder, Path(output_dir), _FILES)
+
+
+def _write_files(all_routes: Sequence[Routes], contents: dict[str, Any], folder: Path) -> None:
+    dump_json(folder / "routes.json", contents)
+    with open(folder / "routes.csv", "w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["layer", "class", "expert", "share"])
         for routes in all_routes:
             for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True):
                 writer.writerows([routes.layer, name, expert, share] for expert, share in enumerate(shares))
     if find_spec("matplotlib") is not None:
-        with written_whole(folder / "routes.png") as file:
-            plot(all_routes, file)
+        plot(all_routes, folder / "routes.png")
 
 
 def display_order(share_CE: Tensor) -> list[int]:

@@ -10,7 +10,8 @@ one, which has imported everything. A table tells how they ended:
 - other: success with another result, where the format gives no means of telling (weights without checksum, a
   config.json that states another valid option);
 - FAILED: anything else. The process died of a signal, ran into the time limit, took too much memory, ran code of the
-  file, ended in a traceback, left files behind, or gave another result where the damage can be told.
+  file, reached for the network or for paths that a file names, ended in a traceback, left files behind, changed what
+  was there before, or gave another result where the damage can be told.
 """
 
 import argparse
@@ -49,6 +50,10 @@ ADDRESS_SPACE = 64 << 30
 
 #: Appears if code of a file is run.
 MARKER = "it-ran"
+#: A file beside a case's folder that no command has any business with.
+SECRET = "secret.pth"
+#: Exit status of a process that reached for the network, that file, or wrote elsewhere.
+TRESPASS = 99
 VIT = dict(img_size=16, patch_size=8, embed_dim=16, depth=4, num_heads=2)
 VMOE = Path(__file__).parent.parent / "data/vmoe"
 
@@ -191,6 +196,40 @@ def hostile_config(folder: Path, rng: random.Random) -> None:
     file.write_text(json.dumps(config))
 
 
+def false_config(folder: Path, rng: random.Random) -> None:
+    """A config.json that no longer is that of the weights, or states what preprocessing cannot be."""
+    file = folder / "folder/config.json"
+    config = json.loads(file.read_text())
+    args = config["model_args"]
+    rng.choice([
+        lambda: (config.update(num_classes=8), args.update(num_classes=8)),
+        lambda: (config.update(num_classes=2), args.update(num_classes=2)),
+        lambda: args.update(pretrained_strict=False, num_classes=8),
+        lambda: args.update(pretrained_strict=False, depth=5),
+        lambda: args.update(img_size=24),
+        lambda: args.update(depth=5),
+        lambda: args.update(depth=3),
+        lambda: config["pretrained_cfg"].update(mean=[float("nan")] * 3),
+        lambda: config["pretrained_cfg"].update(std=[0, 0, 0]),
+        lambda: config["pretrained_cfg"].update(std=[-1, 1, 1]),
+        lambda: config["pretrained_cfg"].update(crop_pct=-5),
+        lambda: config["pretrained_cfg"].update(crop_pct=float("inf")),
+        lambda: config["pretrained_cfg"].update(input_size=[3, 999, 999]),
+    ])()  # fmt: skip
+    file.write_text(json.dumps(config))
+
+
+def folder_for_file(name: str) -> Callable[[Path, random.Random], None]:
+    """An output of which a file's name is taken by a folder."""
+
+    def damage(folder: Path, rng: random.Random) -> None:
+        shutil.copytree(folder / "folder", folder / "out")
+        (folder / "out" / name).unlink()
+        (folder / "out" / name).mkdir()
+
+    return damage
+
+
 def hostile_args(file: Path, rng: random.Random) -> None:
     """Fields of a checkpoint, those of train.py's arguments among them."""
     checkpoint = torch.load(file, weights_only=False)
@@ -218,6 +257,33 @@ def hostile_tensors(file: Path, rng: random.Random) -> None:
     else:
         weights[rng.choice([name, name, name, f"{name}x"])] = replacement
     torch.save(checkpoint, file)
+
+
+def reaching_args(name: str) -> Callable[[Path, random.Random], None]:
+    """Arguments of train.py with which timm would make requests, or read and write other paths."""
+
+    def damage(folder: Path, rng: random.Random) -> None:
+        checkpoint = torch.load(folder / name, weights_only=False)
+        args = checkpoint["args"]
+        secret = str(folder.parent / SECRET)
+        cfgs = (
+            {"url": "http://127.0.0.1:9/weights.pth"}, {"url": f"file://{secret}"}, {"file": secret},
+            {"hf_hub_id": "nobody/nothing"}, {"url": f"file://{secret}", "custom_load": True},
+        )  # fmt: skip
+        kwargs = rng.choice([
+            *({"pretrained": True, "cache_dir": str(folder.parent / "planted"), "pretrained_cfg": cfg} for cfg in cfgs),
+            *({"pretrained": True, "pretrained_cfg_overlay": cfg} for cfg in cfgs),
+            {"checkpoint_path": secret}, {"pretrained": True}, {"cache_dir": str(folder.parent / "planted")},
+        ])  # fmt: skip
+        rng.choice([
+            lambda: args.model_kwargs.update(kwargs),
+            lambda: args.model_kwargs.update(kwargs),
+            lambda: setattr(args, "model", rng.choice(["hf-hub:nobody/nothing", f"local-dir:{folder.parent}"])),
+            lambda: vars(args).update(data_dir="/", train_split="usr", initial_checkpoint=secret),
+        ])()  # fmt: skip
+        torch.save(checkpoint, folder / name)
+
+    return damage
 
 
 def code(name: str) -> Callable[[Path, random.Random], None]:
@@ -292,7 +358,7 @@ def claiming_index(folder: Path, rng: random.Random) -> None:
     """An index of a V-MoE checkpoint, whole msgpack, that claims what is not so."""
     file = folder / "vmoe_tiny.index"
     index = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
-    kind = rng.choice(["shards", "shape", "leaf", "tree", "deep", "names", "bomb"])
+    kind = rng.choice(["shards", "shape", "leaf", "tree", "deep", "names", "bomb", "many"])
     path = ["index", *rng.choice([["cls"], ["head", "bias"], ["Encoder", "encoder_norm", "scale"]])]
     holder = index
     for part in path[:-1]:
@@ -307,6 +373,13 @@ def claiming_index(folder: Path, rng: random.Random) -> None:
         bounds = [msgpack.packb([0, size, None]) for size in shape] if isinstance(shape, list) else []
         slices = rng.choice([slices, [msgpack.packb(bounds)] * len(shards), []])
         holder[path[-1]] = msgpack.ExtType(8, msgpack.packb([msgpack.packb([shape, dtype, *rest]), slices, shards]))
+    elif kind == "many":
+        rows = 20_000
+        info = msgpack.packb([[1, 1, rows], "float32"])
+        first = rng.choice([0, 1])  # the first and second are the same, or there is one too few
+        slices = [msgpack.packb([msgpack.packb([*bounds, None]) for bounds in ((0, 1), (0, 1), (row, row + 1))])
+                  for row in (first, *range(1, rows))]  # fmt: skip
+        holder[path[-1]] = msgpack.ExtType(8, msgpack.packb([info, slices, [0] * rows]))
     elif kind == "leaf":
         holder[path[-1]] = rng.choice([None, 3, b"", msgpack.ExtType(8, b""), msgpack.ExtType(9, b"x"), [], "x", {}])
     elif kind == "tree":
@@ -365,6 +438,15 @@ IMPORT = ["import-vmoe", "vmoe_tiny", "out.safetensors"]
 IMAGES = ["--data-dir", "images", "--split", "test", "-j", "0", "-b", "4"]
 EVALUATE = ["evaluate", "routed.pth.tar", *IMAGES, "--json", "out.json"]
 ROUTES = ["routes", "folder", "out", *IMAGES]
+EVALUATE_FOLDER = ["evaluate", "folder", *IMAGES, "--json", "out.json"]
+#: Every command that reads train.py's checkpoints, by the file.
+REACHING = (
+    ("last.pth.tar", EXPORT),
+    ("last.pth.tar", ["export", "--moe", "last.pth.tar", "out"]),
+    ("last.pth.tar", ["push", "last.pth.tar", "user/name", "--dry-run"]),
+    ("routed.pth.tar", EVALUATE),
+    ("routed.pth.tar", ["routes", "routed.pth.tar", "out", *IMAGES]),
+)
 SHARDS = ("vmoe_tiny.data-00000-of-00003", "vmoe_tiny.data-00002-of-00003")
 
 BYTES = {"cut": cut, "bytes flipped": flip, "stretch lost": overwrite, "another kind": nonsense}
@@ -381,9 +463,14 @@ def _byte_cases(arguments: list[str], file: str, blind: bool) -> list[tuple[str,
 CASES: dict[str, list[tuple[str, Case]]] = {
     "train.py checkpoint": [
         *_byte_cases(EXPORT, "last.pth.tar", blind=False),
-        ("hostile fields", Case(EXPORT, of_file("last.pth.tar", hostile_args), other=True)),
-        ("hostile tensors", Case(EXPORT, of_file("last.pth.tar", hostile_tensors), other=True)),
+        ("hostile fields", Case(EXPORT, of_file("last.pth.tar", hostile_args))),
+        ("hostile tensors", Case(EXPORT, of_file("last.pth.tar", hostile_tensors))),
         ("code", Case(EXPORT, code("last.pth.tar"))),
+        *[("reaching out", Case(arguments, reaching_args(name))) for name, arguments in REACHING],
+        *[
+            ("folder for a file", Case([*EXPORT, "--overwrite"], folder_for_file(name)))
+            for name in ("model.safetensors", "config.json")
+        ],
     ],
     "old .pth (no zip)": [
         *_byte_cases(["export", "legacy.pth", "out"], "legacy.pth", blind=True),
@@ -391,7 +478,7 @@ CASES: dict[str, list[tuple[str, Case]]] = {
     ],
     "safetensors": [
         *_byte_cases(SAFETENSORS, "weights.safetensors", blind=True),
-        ("lying header", Case(SAFETENSORS, lying_header("weights.safetensors"), other=True)),
+        ("lying header", Case(SAFETENSORS, lying_header("weights.safetensors"))),
         ("code", Case(SAFETENSORS, code("weights.safetensors"))),
     ],
     "folder": [
@@ -399,7 +486,8 @@ CASES: dict[str, list[tuple[str, Case]]] = {
         *_byte_cases(FOLDER, "folder/model.safetensors", blind=True),
         ("hostile config", Case(FOLDER, hostile_config, other=True)),
         ("hostile config", Case(["export", "folder", "out", "--method", "sum"], hostile_config, other=True)),
-        ("lying header", Case(FOLDER, lying_header("folder/model.safetensors"), other=True)),
+        ("lying header", Case(FOLDER, lying_header("folder/model.safetensors"))),
+        *[("false config", Case(arguments, false_config)) for arguments in (FOLDER, EVALUATE_FOLDER, ROUTES)],
         ("code", Case(FOLDER, code_in_folder)),
     ],
     "V-MoE checkpoint": [
@@ -412,7 +500,7 @@ CASES: dict[str, list[tuple[str, Case]]] = {
         ("folder of images", Case(EVALUATE, damaged_images_folder, other=True)),
         ("class map", Case([*EVALUATE, "--class-map", "classes.txt"], damaged_classes, other=True)),
         ("code", Case([*EVALUATE, "--class-map", "classes.pkl"], code("classes.pkl"))),
-        ("hostile fields", Case(EVALUATE, of_file("routed.pth.tar", hostile_args), other=True)),
+        ("hostile fields", Case(EVALUATE, of_file("routed.pth.tar", hostile_args))),
         *_byte_cases(EVALUATE, "routed.pth.tar", blind=False),
     ],
     "routes": [
@@ -459,6 +547,8 @@ def _run_in_child(arguments: list[str], folder: Path, prepare: Callable[[], None
             os.dup2(os.open(folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+        tempfile.tempdir = str(folder)
+        _guard(folder)
         prepare()
         status = main(arguments)
     except SystemExit as stop:
@@ -469,6 +559,32 @@ def _run_in_child(arguments: list[str], folder: Path, prepare: Callable[[], None
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _guard(folder: Path) -> None:
+    """End this process where it makes a request, writes outside the folder, or reads what a file only names."""
+    allowed = (str(folder), "/dev/")
+
+    def hook(event: str, args: tuple) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo"):
+            _trespass(event, args[1:] if event == "socket.connect" else args)
+        if event not in ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.scandir"):
+            return
+        paths = [os.path.abspath(os.fsdecode(path)) for path in args[:2] if isinstance(path, (str, bytes))]
+        writes = event in ("os.mkdir", "os.rename", "os.remove") or (
+            event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        for path in paths[:1] if event == "open" else paths:
+            if path.endswith(SECRET) or path in ("/", "/usr") or (writes and not path.startswith(allowed)):
+                _trespass(event, paths)
+
+    sys.addaudithook(hook)
+
+
+def _trespass(event: str, args) -> None:
+    sys.stderr.write(f"{event} {args}\n")
+    sys.stderr.flush()
+    os._exit(TRESPASS)
 
 
 def _wait(child: int, deadline: float):
@@ -514,22 +630,33 @@ def same(a, b) -> bool:
     return a == b
 
 
-def judge(case: Case, ending: Ending, before: set[str], folder: Path, expected) -> tuple[str, str]:
+def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything in a folder, with size and time of the last change of the files."""
+    found = {path: path.lstat() for path in folder.rglob("*") if not path.is_dir()}
+    found |= {path: None for path in folder.rglob("*") if path.is_dir()}
+    return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
+            for path, stat in found.items()}  # fmt: skip
+
+
+def judge(case: Case, ending: Ending, before: dict[str, tuple[int, int]], folder: Path, expected) -> tuple[str, str]:
     """(outcome, why)."""
-    left = {path.name for path in folder.iterdir()} - before
+    after = state_of(folder)
+    left = {name for name in before | after if before.get(name) != after.get(name)}
     if (folder / MARKER).exists():
         return "FAILED", "code was run"
     if ending.status == -1:
         return "FAILED", "time limit"
     if os.WIFSIGNALED(ending.status):
         return "FAILED", f"signal {os.WTERMSIG(ending.status)}"
+    if os.WEXITSTATUS(ending.status) == TRESPASS:
+        return "FAILED", f"trespassed: {ending.stderr.splitlines()[-1]}"
     if ending.memory > MEMORY_LIMIT:
         return "FAILED", f"took {ending.memory >> 20} MiB"
     if os.WEXITSTATUS(ending.status):
         errors = [line for line in ending.stderr.splitlines() if line.startswith("timm-moe: error: ")]
         if os.WEXITSTATUS(ending.status) != 1 or len(errors) != 1 or "Traceback" in ending.stderr + ending.stdout:
             return "FAILED", "not one sentence"
-        return ("FAILED", f"left {', '.join(sorted(left))}") if left else ("refused", errors[0])
+        return ("FAILED", f"left or changed {', '.join(sorted(left))}") if left else ("refused", errors[0])
     if same(result_of(folder), expected):
         return "harmless", ""
     return ("other" if case.other else "FAILED"), "success with another result"
@@ -545,6 +672,7 @@ def run_cases(number: int, seed: int, only: str = "") -> tuple[dict[tuple[str, s
         originals, folder = Path(temporary, "originals"), Path(temporary, "case")
         originals.mkdir()
         make_originals(originals)
+        shutil.copy(originals / "legacy.pth", Path(temporary, SECRET))
         expected = {}
         for index in range(number):
             kind, name, case = flat[index % len(flat)]
@@ -557,7 +685,7 @@ def run_cases(number: int, seed: int, only: str = "") -> tuple[dict[tuple[str, s
                 shutil.rmtree(folder)
             shutil.copytree(originals, folder)
             case.damage(folder, random.Random(f"{seed} {index}"))
-            before = {path.name for path in folder.iterdir()}
+            before = state_of(folder)
             ending = run(case.arguments, folder)
             outcome, why = judge(case, ending, before, folder, expected[key])
             outcomes[kind, name][outcome] += 1

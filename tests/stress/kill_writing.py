@@ -5,7 +5,9 @@
 Every command that writes is run again and again: killed before its first operation on a file, before its second, and
 so on until it gets through; then at random moments while an export of 20 MB writes its weights. After each kill what
 stands under the output's name must be what was there before, or whole, or, where a folder is overwritten, a folder
-without config.json, which every loader refuses. Then the same command must get through, whatever was left behind.
+without the file that makes sense of the others: config.json, which every loader asks for, or routes.json. Then the same
+command must get through, and leave nothing of what was left behind: in the output, beside it, or in the system's
+temporary folder.
 """
 
 import argparse
@@ -43,6 +45,8 @@ COMMANDS = {
     "export": ["export", "last.pth.tar", "out"],
     "export --overwrite": ["export", "last.pth.tar", "out", "--overwrite"],
     "export --moe --overwrite": ["export", "--moe", "routed.pth.tar", "out", "--overwrite"],
+    "export to missing parents": ["export", "last.pth.tar", "out/a/b"],
+    "push --dry-run": ["push", "last.pth.tar", "user/name", "--dry-run"],
     "import-vmoe": IMPORT,
     "import-vmoe --overwrite": [*IMPORT, "--overwrite"],
     "evaluate --json --overwrite": ["evaluate", "routed.pth.tar", *IMAGES, "--json", "out.json", "--overwrite"],
@@ -50,8 +54,14 @@ COMMANDS = {
 }
 
 
+def prepare(folder: Path, operation: int | None = None) -> None:
+    """Of a process: its temporary folder, and before which of its operations that change a file it dies."""
+    tempfile.tempdir = str(folder / "temporary")
+    if operation is not None:
+        kill_at(operation)
+
+
 def kill_at(operation: int) -> None:
-    """Let this process die before its n-th operation that changes a file."""
     count = 0
 
     def hook(event: str, args: tuple) -> None:
@@ -69,13 +79,19 @@ def kill_at(operation: int) -> None:
     sys.addaudithook(hook)
 
 
+def hidden(folder: Path) -> list[Path]:
+    """What a command leaves behind where it was killed."""
+    return [path for path in folder.rglob("*") if "timm_moe" in path.name or path.name.startswith(".")]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """What stands under the output's name, by file."""
+    files = [file for output in folder.glob("out*") for file in [output, *sorted(output.rglob("*"))] if file.is_file()]
+    left = hidden(folder)
     return {
         str(file.relative_to(folder)): file.read_bytes()
-        for output in folder.glob("out*")
-        for file in ([output] if output.is_file() else sorted(output.rglob("*")))
-        if file.is_file() and not file.name.startswith(".")
+        for file in files
+        if not any(file.is_relative_to(path) for path in left)
     }
 
 
@@ -84,13 +100,10 @@ def judge(found: dict[str, bytes], before: dict[str, bytes], after: dict[str, by
         return "as before"
     if found == after:
         return "whole"
-    if "out/model.safetensors" in after:  # weights and config belong together
-        if "out/config.json" not in found and all(
-            content in (before.get(name), after.get(name)) for name, content in found.items()
-        ):
-            return "no config.json"
-    elif all(content in (before.get(name), after[name]) for name, content in found.items()):
-        return "some files new, each whole"  # results that stand for themselves
+    known = all(content in (before.get(name), after.get(name)) for name, content in found.items())
+    for last in ("out/config.json", "out/routes.json"):
+        if last in after and last not in found and known:
+            return f"no {Path(last).name}"
     return "FAILED"
 
 
@@ -114,21 +127,23 @@ def _kill_everywhere(arguments: list[str], prepared: Path, folder: Path) -> Coun
     def begin() -> dict[str, bytes]:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(prepared, folder)
+        (folder / "temporary").mkdir()
         return contents(folder)
 
     begin()
-    assert run(arguments, folder).status == 0
+    assert run(arguments, folder, lambda: prepare(folder)).status == 0
     after = contents(folder)
     for operation in range(10**6):
         before = begin()
-        ending = run(arguments, folder, lambda operation=operation: kill_at(operation))
+        ending = run(arguments, folder, lambda operation=operation: prepare(folder, operation))
         if ending.status == 0:
             return found
         assert os.WIFSIGNALED(ending.status), ending.stderr
         outcome = judge(contents(folder), before, after)
-        left = any(path.name.startswith(".") for path in folder.rglob("*"))
-        again = run([*arguments, *(["--overwrite"] if outcome == "whole" else [])], folder)
-        if again.status or contents(folder) != after:
+        left = bool(hidden(folder))
+        done = outcome == "whole" and arguments[0] != "push"
+        again = run([*arguments, *(["--overwrite"] if done else [])], folder, lambda: prepare(folder))
+        if again.status or contents(folder) != after or hidden(folder):
             outcome = "FAILED"
         found[outcome] += 1
         found["left behind"] += left
@@ -172,7 +187,7 @@ def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             os.dup2(2, 1)
             os._exit(main(command))
-        while not list(folder.glob(".out-*/out")) and os.waitpid(child, os.WNOHANG)[0] == 0:
+        while not list(folder.glob("out/.timm_moe.partial/*")) and os.waitpid(child, os.WNOHANG)[0] == 0:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1) if rng.random() < 0.5 else rng.uniform(0, 3))
         try:
@@ -180,15 +195,14 @@ def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
             os.waitpid(child, 0)
         except (ProcessLookupError, ChildProcessError):  # it had ended
             pass
-        sizes = [file.stat().st_size for file in folder.glob(".out-*/out/model.safetensors")]
+        sizes = [file.stat().st_size for file in folder.glob("out/.timm_moe.partial/*/*") if file.name != "config.json"]
         found[judge(contents(folder), before, after)] += 1
-        found["weights cut in the folder left behind"] += any(
+        found["weights cut in what was left behind"] += any(
             size < len(after["out/model.safetensors"]) for size in sizes
         )
-        for left in folder.glob(".out-*"):
-            shutil.rmtree(left)
     assert run(command, folder).status == 0
     assert contents(folder) == after
+    assert not hidden(folder)
     return found
 
 

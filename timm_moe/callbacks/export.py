@@ -2,10 +2,8 @@
 
 import copy
 import logging
-import os
 import pickle
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..convert import copy_sharing_tensors, moe_layers, to_dense_
+from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
@@ -27,6 +26,8 @@ from .source import ModelSpec, first_problem, load_source
 
 _logger = logging.getLogger(__name__)
 
+#: What a model is made of; without its config.json the weights mean nothing.
+_FILES = ("model.safetensors", "config.json")
 #: Largest difference of an output, relative to the largest output, that the check of an export lets pass.
 TOLERANCE = 1e-4
 
@@ -75,7 +76,7 @@ def export_dense(
     Args:
         source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
             :func:`timm_moe.callbacks.source.load_source`.
-        output_dir: folder to write, in an existing folder.
+        output_dir: folder to write; missing parents are made.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: likewise.
         spec: model to create for a file that does not name it.
@@ -109,12 +110,12 @@ def export_dense(
         to_dense_(model, method, svd_ratio)
     if expected is None:
         expected = _outputs(model, images)
-    with _staging_folder(target) as folder:
+    with _staging_folder(target, overwrite) as folder:
         _save(model, folder, target, model_args)
         del model  # for little memory: not alive beside what is loaded, unless the caller holds it
         stock = load_exactly(folder, "Stock timm")
         difference = _largest_difference(expected, _outputs(stock.to(images.device, images.dtype), images))
-        _publish(folder, target)
+        publish(folder, target, _FILES)
     return Export(target, get_pretrained_cfg(stock)["architecture"], parameters(stock), difference, exact)
 
 
@@ -133,7 +134,7 @@ def export_moe(
 
     Args:
         model: an expert model of a registered name.
-        output_dir: folder to write, in an existing folder.
+        output_dir: folder to write; missing parents are made.
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: write weights that contain NaN or Inf.
@@ -156,11 +157,11 @@ def export_moe(
         _require_finite(model)
     _describe_input(model)
     images = _random_images(model)
-    with _staging_folder(target) as folder:
+    with _staging_folder(target, overwrite) as folder:
         _save(model, folder, target, model_args)
         loaded = load_exactly(folder, "timm with timm_moe")
         _largest_difference(_outputs(model, images), _outputs(loaded.to(images.device, images.dtype), images))
-        _publish(folder, target)
+        publish(folder, target, _FILES)
     return target
 
 
@@ -171,14 +172,8 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     target = Path(output_dir)
     if target.is_dir():
         target = target.resolve() if target.is_symlink() or not target.name else target
-    if not target.absolute().parent.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {target.parent} to make {target.name} in; "
-            "the output is a local folder, not a repository."
-        )
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; the output must be a folder.")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
+    check_folder(target, _FILES)
+    if target.is_dir() and holds_something(target) and not overwrite:
         raise FileExistsError(
             f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model."
         )
@@ -202,14 +197,11 @@ def _describe_input(model: nn.Module) -> None:
 
 
 @contextmanager
-def _staging_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target, so that a rename can put it in place; gone when the block ends."""
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent)
-    except OSError as error:
-        raise OSError(f"{target} could not be written: {error.strerror}.") from error
-    with temporary as name:
-        folder = Path(name, target.name)  # the temporary folder itself is closed to other users
+def _staging_folder(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder from which :func:`publish` can put a model in its place; gone when the block ends."""
+    with staged(target) as temporary:
+        check_target(target, overwrite)  # another process may have been there since
+        folder = temporary / "model"  # the temporary folder itself is closed to other users
         folder.mkdir()
         yield folder
 
@@ -326,13 +318,3 @@ def _as_deployed(model: nn.Module) -> Iterator[None]:
 
 def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _publish(folder: Path, target: Path) -> None:
-    """Put the model in its place; at no moment does a config.json stand beside weights that are not its own."""
-    if not target.is_dir():
-        os.replace(folder, target)
-        return
-    (target / "config.json").unlink(missing_ok=True)
-    for name in ("model.safetensors", "config.json"):
-        os.replace(folder / name, target / name)

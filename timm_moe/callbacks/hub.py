@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..convert import moe_layers
+from ..files import scratch_folder
 from ..version import __version__
 from .export import export_dense, export_moe, load_exactly
 from .model_card import Card, Statements, find_origin
@@ -142,11 +142,11 @@ def push_dense(
     statements = Statements(license, dataset, metrics or {})
     api = None if dry_run else _log_in()
     model = unwrap_model(load_source(source, spec, use_ema))
-    with tempfile.TemporaryDirectory() as temporary:
+    with scratch_folder("push") as temporary:
         folder = _folder_of(source)
         expert = model if moe_layers(model) else None
         if folder is None or expert is not None:
-            folder = Path(temporary, "model")
+            folder = temporary / "model"
             if not export_dense(model, folder, method, svd_ratio=svd_ratio, model_args=model_args).exact:
                 _logger.warning("The dense model is not the one that was trained: validate it.")
         used = None if expert is None else method
@@ -183,10 +183,10 @@ def push_moe(
     statements = Statements(license, dataset, metrics or {})
     api = None if dry_run else _log_in()
     model = unwrap_model(load_source(source, spec, use_ema))
-    with tempfile.TemporaryDirectory() as temporary:
+    with scratch_folder("push") as temporary:
         folder = _folder_of(source)
         if folder is None:
-            folder = export_moe(model, Path(temporary, "model"), model_args)
+            folder = export_moe(model, temporary / "model", model_args)
         elif not moe_layers(model):
             raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
         card = Card(repo_id, _check(folder), model, None, find_origin(source, use_ema), statements, revision)

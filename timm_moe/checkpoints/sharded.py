@@ -6,8 +6,9 @@ holds each slice. A shard maps the number of an array to its slices. Arrays are 
 
 import logging
 import math
-from collections.abc import Iterator
-from itertools import combinations
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +21,23 @@ _logger = logging.getLogger(__name__)
 _NDARRAY, _SLICES, _INDEX_INFO = 1, 6, 8
 _CHUNKS_MARK = "__msgpack_array_chunk_a87ca2__"
 
+#: Of an array; each doubles the work of checking its slices. A V-MoE's have four at most.
+_MOST_DIMENSIONS = 8
+
 #: (start, stop) in each dimension.
 Slices = tuple[tuple[int, int], ...]
 
 
 class _Entry(NamedTuple):
-    """What the index says of an array; ``shards`` maps each of its slices to the shard that holds it."""
+    """What the index says of an array; ``slices`` are those that each shard holds."""
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shards: dict[Slices, int]
+    slices: dict[int, set[Slices]]
 
     def bytes_in(self, shard: int) -> int:
-        return sum(_volume(part) for part, holder in self.shards.items() if holder == shard) * self.dtype.itemsize
+        return sum(map(_volume, self.slices.get(shard, ()))) * self.dtype.itemsize
 
 
 def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
@@ -73,7 +77,7 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     for shard, file in enumerate(shard_files):
         if shard_count > 1:
             _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
-        _read_shard(file, shard, wanted, arrays)
+        _read_shard(file, shard, wanted, arrays, len(entries))
     return {wanted[number].path.removeprefix("params/"): array for number, array in arrays.items()}
 
 
@@ -95,29 +99,49 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entry(path: str, leaf: Any, shard_count: int) -> _Entry:
-    array_info, slices, shards = _inner(leaf, _INDEX_INFO)
+    array_info, packed, shards = _inner(leaf, _INDEX_INFO)
     shape, dtype_name, *_ = _unpackb(array_info)
     dtype = getattr(torch, dtype_name)
-    parts = {_slices(part): shard for part, shard in zip(slices, shards, strict=True)}
-    inside = all(0 <= start < stop <= size for part in parts for (start, stop), size in zip(part, shape, strict=True))
-    apart = not any(_overlap(*pair) for pair in combinations(parts, 2))
-    covered = sum(map(_volume, parts))
-    held = all(0 <= shard < shard_count for shard in shards)
-    if not (isinstance(dtype, torch.dtype) and inside and apart and covered == math.prod(shape) and held):
+    slices: dict[int, set[Slices]] = defaultdict(set)
+    for part, shard in zip(packed, shards, strict=True):
+        slices[shard].add(_slices(part))
+    held = all(type(shard) is int and 0 <= shard < shard_count for shard in slices)
+    parts = [part for of_shard in slices.values() for part in of_shard]
+    if not (isinstance(dtype, torch.dtype) and held and len(parts) == len(packed) and tile(parts, shape)):
         raise ValueError
-    return _Entry(path, tuple(shape), dtype, parts)
+    return _Entry(path, tuple(shape), dtype, slices)
+
+
+def tile(parts: Iterable[Slices], shape: Iterable[int]) -> bool:
+    """Whether slices cover an array of a shape, each of its elements once.
+
+    A box is a sum of orthants, one from each of its corners, with the sign of an even or odd number of upper bounds.
+    Orthants from different points are linearly independent. So boxes add up to the array exactly if, corner by corner,
+    their signs add up to the array's: none need be compared with another.
+    """
+    whole = tuple((0, size) for size in shape)
+    if len(whole) > _MOST_DIMENSIONS:
+        return False
+    balance: Counter[tuple[int, ...]] = Counter()
+    _add_corners(balance, whole, -1)
+    for part in parts:
+        if len(part) != len(whole) or not all(type(a) is type(b) is int and a < b for a, b in part):
+            return False
+        _add_corners(balance, part, 1)
+    return not any(balance.values())
+
+
+def _add_corners(balance: Counter[tuple[int, ...]], box: Slices, sign: int) -> None:
+    for corner in product(*(((start, 1), (stop, -1)) for start, stop in box)):
+        balance[tuple(bound for bound, _ in corner)] += sign * math.prod(side for _, side in corner)
 
 
 def _volume(part: Slices) -> int:
     return math.prod(stop - start for start, stop in part)
 
 
-def _overlap(a: Slices, b: Slices) -> bool:
-    return all(max(a0, b0) < min(a1, b1) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
-
-
-def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor]) -> None:
-    """Copy what a shard holds of the arrays into them."""
+def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor], total: int) -> None:
+    """Copy what a shard holds of the arrays, which are some of the index's in total, into them."""
     content = _unpack(file)
     try:
         if content.pop(_CHUNKS_MARK) is not True:
@@ -126,9 +150,10 @@ def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict
             int(number): {_slices(_inner(part, _SLICES)): chunks for chunks, part in slices}
             for number, slices in content.items()
         }
+        if not all(0 <= number < total for number in found):
+            raise ValueError
         for number, array in arrays.items():
-            expected = {part for part, holder in entries[number].shards.items() if holder == shard}
-            if set(found.get(number, {})) != expected:
+            if set(found.get(number, {})) != entries[number].slices.get(shard, set()):
                 raise ValueError
             for part, chunks in found.get(number, {}).items():
                 flat = torch.cat([_vector(chunk, array.dtype) for chunk in chunks])
@@ -148,7 +173,10 @@ def _vector(chunk: Any, dtype: torch.dtype) -> Tensor:
 def _slices(part: Any) -> Slices:
     """Bounds of a slice in each dimension; each is packed once more, as [start, stop, step]."""
     packed = _unpackb(part) if isinstance(part, bytes) else part
-    return tuple((start, stop) for start, stop, _ in map(_unpackb, packed))
+    bounds = [_unpackb(bound) for bound in packed]
+    if any(step not in (None, 1) for _, _, step in bounds):
+        raise ValueError
+    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def _inner(extension: Any, kind: int) -> Any:

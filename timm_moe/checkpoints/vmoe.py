@@ -134,21 +134,25 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
 
     Args:
         prefix: what the names of its ``.index`` and ``.data-…`` files have in common.
-        output: file to write, ending in ``.safetensors``.
+        output: file to write, ending in ``.safetensors``; missing parents are made.
         overwrite: replace a file that exists.
 
     Raises:
         OSError: if a file is missing, exists already, or cannot be written.
-        ValueError: if the checkpoint is damaged or no V-MoE; nothing is written then.
+        ValueError: if the checkpoint is damaged, no V-MoE or not finite; nothing is written then.
     """
     output = Path(output)
     if output.suffix != ".safetensors":
         raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
     check_writable(output, overwrite)
     params = read_arrays(prefix)
+    for path, array in params.items():
+        if not array.isfinite().all():
+            raise ValueError(f"The checkpoint's array {path} holds NaN or Inf.")
     state_dict = state_dict_from_flax(params)
     name, kwargs = model_from_flax(params)
     with written_whole(output) as partial:
+        check_writable(output, overwrite)  # another process may have been there since
         save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
