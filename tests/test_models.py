@@ -380,5 +380,7 @@ def test_classes_that_nobody_states(name, default):
         assert timm.create_model(name).num_classes == default
         assert timm.create_model(name, num_classes=0).num_classes == 0
         assert timm.create_model(name, pretrained_cfg_overlay={"num_classes": 7}).num_classes == 7
-        headless = {**timm.models.get_pretrained_cfg(name).to_dict(), "num_classes": 0}  # as a folder states it
+        registered = timm.models.get_pretrained_cfg(name)
+        assert timm.create_model(name, pretrained_cfg=registered).num_classes == default
+        headless = {**registered.to_dict(), "num_classes": 0, "source": "local-dir"}  # as of a folder
         assert timm.create_model(name, pretrained_cfg=headless).num_classes == 0

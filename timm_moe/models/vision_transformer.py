@@ -187,9 +187,11 @@ def _create_stock_sized(name: str, pretrained: bool, model_args: dict[str, Any],
 
 
 def _create_vimoe(name: str, pretrained: bool, size: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
-    """With a classifier of 1000 classes unless told otherwise: the config of DINOv2's weights states none."""
-    from_folder = isinstance(kwargs.get("pretrained_cfg"), (dict, PretrainedCfg))  # which knows its own number
-    told = from_folder or (kwargs.get("pretrained_cfg_overlay") or {}).get("num_classes")
+    """With 1000 classes where nobody states a number but the config of DINOv2's weights, which have no classifier."""
+    cfg = kwargs.get("pretrained_cfg")  # of a folder or repository it has a source, and its number counts, 0 too
+    stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
+    stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
+    told = stated.get("source") or stated.get("num_classes")
     model_args = {**_DINOV2, **_VIMOE, **size, **({} if told else {"num_classes": 1000})}
     return _create_stock_sized(name, pretrained, model_args, kwargs)
 
