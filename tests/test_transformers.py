@@ -56,6 +56,8 @@ EXPERTS = {
     "experts of swin": ("swin_tiny_patch2_window4_32_ewa_moe", SWIN),
     "experts of timm's swin": ("swin_tiny_patch4_window7_224_ewa_moe", {**SWIN, "img_size": 32, "window_size": 4}),
 }
+NAMES = ["apple", "bear", "bee", "bee", "camel", "cattle", "fish"]
+NAMED = ("vit", "deit", "own pit", "routed")  # the classes of these have names
 PLAIN = [*STOCK, "deit", "changed"]
 PACKAGE = [*OWN, *EXPERTS]
 
@@ -114,10 +116,12 @@ def _write(kind, folder):
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), **cfg})
     # older versions of timm do not note down how a model was created
     told = {} if hasattr(timm.models, "get_model_args") else {"model_args": VIT if kind == "deit" else None}
+    names = NAMES if kind in NAMED else None
     if kind in EXPERTS:
-        export_moe(model, folder, {name: value for name, value in EXPERTS[kind][1].items() if name != "num_classes"})
+        args = {name: value for name, value in EXPERTS[kind][1].items() if name != "num_classes"}
+        export_moe(model, folder, args, label_names=names)
     else:
-        timm_moe.export_dense(model, folder, **told)
+        timm_moe.export_dense(model, folder, **told, label_names=names)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +158,11 @@ def test_transformers_opens_a_folder_and_timm_what_it_saves(opened, kind):
     picture = Image.open(opened / "picture.png").convert("L" if kind == "grey" else "RGB")
     pixels = timm.data.create_transform(**config, is_training=False)(picture)[None]
     assert torch.equal(result["pixels"], pixels)
-    assert result["names"] == [f"LABEL_{number}" for number in range(7)]
+    names = NAMES if kind in NAMED else [f"LABEL_{number}" for number in range(7)]
+    assert result["names"] == result["again names"] == names
     if kind != "grey":  # transformers' pipeline makes every image a coloured one
         (answer,) = result["answer"]
-        assert answer["label"] == f"LABEL_{model(pixels).argmax()}"
+        assert answer["label"] == names[model(pixels).argmax()]
+    configs = [json.loads((opened / kind / name).read_text()) for name in ("config.json", "saved/config.json")]
+    assert configs[0]["timm_moe"] == configs[1]["timm_moe"]  # where it came from
+    assert ("num_classes" in configs[0]) == ("num_classes" not in configs[0]["model_args"])

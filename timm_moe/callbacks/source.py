@@ -109,7 +109,14 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         except Exception as error:
             raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
         set_pretrained_cfg(model, {**get_pretrained_cfg(model), **preprocessing})
+    _forget_class_names(model)
     return model
+
+
+def _forget_class_names(model: nn.Module) -> None:
+    """Take away those of the folder or repository that training began from: the checkpoint's may be others."""
+    names = ("label_names", "label_descriptions")
+    set_pretrained_cfg(model, {key: value for key, value in get_pretrained_cfg(model).items() if key not in names})
 
 
 def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
