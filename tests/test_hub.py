@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,11 +18,14 @@ import torch
 import yaml
 from conftest import SMALL_VIT, SMALL_VIT_KWARGS
 from hub_server import hub_server
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from PIL import Image
 from safetensors.torch import load_file
 
 import timm_moe
+from timm_moe.callbacks import hub as hub_module
 from timm_moe.callbacks.export import export_moe
-from timm_moe.callbacks.hub import Destination, push_dense, push_moe
+from timm_moe.callbacks.hub import Destination, push_dense, push_folder, push_moe
 from timm_moe.cli import main
 
 TOKEN = "hf_SecretOfTheTests"
@@ -286,6 +291,99 @@ def test_a_folder_is_uploaded_as_it_is(hub, server, checkpoint, tmp_path):
     assert "secrets.env" not in pushed
 
 
+def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, tmp_path):
+    for name, checkpoint in checkpoints.items():
+        folder = export_moe(checkpoint, tmp_path / name)
+        (folder / "README.md").write_text("Mine.")
+        for options in ([], ["--moe"]):
+            hub.push(folder, f"user/{name}", *options)
+            pushed = server.files(f"user/{name}")
+            for file in ("README.md", "config.json", "model.safetensors"):
+                assert pushed[file] == (folder / file).read_bytes()
+        assert server.messages(f"user/{name}") == ["Add model", "initial commit"]
+        assert "no stock" not in hub.push(f"local-dir:{folder}", f"user/{name}", "--dry-run")
+        hub.push(folder, f"user/{name}", "--method", "average", "--revision", "dense")  # asked for by name
+        pushed = server.files(f"user/{name}", "dense")
+        assert json.loads(pushed["config.json"])["architecture"] == "vit_tiny_patch16_224"
+        assert pushed["README.md"] != b"Mine."  # which was of the experts
+        sentence = hub.refused(folder, f"user/{name}", "--use-ema")
+        assert "states its model and has one kind of weights" in sentence
+        assert "states its model" in hub.refused(folder, f"user/{name}", "--num-classes", "3")
+    dense = timm_moe.export_dense(checkpoint, tmp_path / "dense").path
+    assert "has no expert layers" in hub.refused(dense, "user/vit", "--method", "svd")
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
+def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name):
+    content = torch.load(checkpoints[name], weights_only=False)
+    for change in ({}, {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}, {"initial_checkpoint": "/a/b.pth"}):
+        vars(content["args"]).update(change)
+        torch.save(content, tmp_path / "last.pth.tar")
+        summary = (checkpoints[name].parent / "summary.csv").read_bytes()
+        (tmp_path / "summary.csv").write_bytes(summary)
+        for method in ("average", "sum"):
+            folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", method, overwrite=True).path
+            pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5})
+            assert push_folder(folder, "user/vit", dry_run=True, metrics={"top1": 5}).card == pushed.card
+            pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True)
+            assert push_dense(folder, "user/vit", dry_run=True).card == pushed.card
+            config = json.loads((folder / "config.json").read_text())
+            assert config["pretrained_cfg"].get("license") == front_matter(pushed.card).get("license")
+            again = timm_moe.export_dense(folder, tmp_path / "again", overwrite=True).path
+            assert push_dense(again, "user/vit", dry_run=True).card == pushed.card
+            experts = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe", overwrite=True)
+            assert push_dense(experts, "user/vit", method=method, dry_run=True).card == pushed.card
+        pushed = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True)
+        assert push_folder(experts, "user/vit", dry_run=True).card == pushed.card
+
+
+def test_the_licence_of_the_card_is_that_of_config_json(hub, server, checkpoint, tmp_path):
+    hub.push(checkpoint, "user/vit", "--license", "mit")
+    hub.push(checkpoint, "user/moe", "--moe", "--license", "mit")
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    before = (folder / "config.json").read_bytes()
+    hub.push(folder, "user/folder", "--license", "mit")
+    for name in ("user/vit", "user/moe", "user/folder"):
+        pushed = server.files(name)
+        assert json.loads(pushed["config.json"])["pretrained_cfg"]["license"] == "mit"
+        assert front_matter(pushed["README.md"].decode())["license"] == "mit"
+    assert (folder / "config.json").read_bytes() == before
+    config = json.loads(before)
+    config["pretrained_cfg"]["license"] = "cc-by-nc-4.0"
+    (folder / "config.json").write_text(json.dumps(config))
+    card = push_dense(folder, "user/vit", dry_run=True).card
+    assert front_matter(card)["license"] == "cc-by-nc-4.0"
+    assert "cc-by-nc-4.0, as its config.json states." in card
+    timm_moe.export_dense(folder, tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text())["pretrained_cfg"]["license"] == "cc-by-nc-4.0"
+
+
+def test_a_folder_that_transformers_could_not_open_is_mended(checkpoint, hub, server, tmp_path):
+    """timm states the number of classes twice."""
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    config = json.loads((folder / "config.json").read_text())
+    twice = {**config, "model_args": {**config["model_args"], "num_classes": 5}}
+    (folder / "config.json").write_text(json.dumps(twice))
+    assert timm.create_model(f"local-dir:{folder}", pretrained=True).num_classes == 5
+    hub.push(folder, "user/vit")
+    assert json.loads(server.files("user/vit")["config.json"]) == config
+    assert json.loads((folder / "config.json").read_text()) == twice
+
+
+def test_names_of_classes_are_published(checkpoint, hub, server, tmp_path):
+    names = ["a", "b", "c", "d", "e"]
+    for name in names:
+        (tmp_path / "images/train" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "images/train" / name / "1.png")
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    for source, options in ((checkpoint, []), (checkpoint, ["--moe"]), (folder, [])):
+        hub.push(source, "user/vit", *options, "--data-dir", tmp_path / "images")
+        assert json.loads(server.files("user/vit")["config.json"])["label_names"] == names
+    shutil.rmtree(tmp_path / "images/train/e")
+    sentence = hub.refused(folder, "user/vit", "--data-dir", tmp_path / "images")
+    assert "There are 4 names of classes, but the model has 5 classes" in sentence
+
+
 def test_a_folders_own_card_takes_no_statements(checkpoint, tmp_path):
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     (folder / "README.md").write_text("Mine.")
@@ -307,9 +405,46 @@ def test_no_path_and_nothing_that_is_not_known_is_in_the_card(checkpoint, tmp_pa
 
 
 def test_nothing_new_is_no_commit(hub, server, checkpoint):
-    for _ in range(2):
-        hub.push(checkpoint, "user/vit")
+    assert "/user/vit/commit/" in hub.push(checkpoint, "user/vit")
+    hub.push(checkpoint, "user/vit", "--revision", "other", "--license", "mit")
+    for options in ([], ["--create-pr"], ["--revision", "other", "--license", "mit"]):
+        out = hub.push(checkpoint, "user/vit", *options)
+        assert f"Nothing changed: {server.url}/user/vit has these very files already, so nothing was uploaded." in out
+        assert not re.search("commit/|discussions|in one commit", out)
+    assert server.repositories["user/vit"].revisions.keys() == {"main", "other"}
     assert server.messages("user/vit") == ["Add model", "initial commit"]
+    assert server.messages("user/vit", "other") == ["Add model", "Add model", "initial commit"]
+    assert "/user/vit/commit/" in hub.push(checkpoint, "user/vit", "--license", "mit")
+
+
+def test_what_the_client_says_comes_once_and_without_bars(hub, server, checkpoint):
+    _, _, first = hub.run("push", checkpoint, "user/vit")
+    _, _, second = hub.run("push", checkpoint, "user/vit")
+    assert "No files have been modified" in second
+    for text in (first, second):
+        lines = text.splitlines()
+        assert len(set(lines)) == len(lines), text
+        assert not re.search(r"\r|\d%|B/s", text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_clients_settings_are_restored(monkeypatch, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    logger = logging.getLogger("huggingface_hub")
+    with hub_module.client_output():
+        assert are_progress_bars_disabled() is not terminal
+        assert not logger.propagate
+    with pytest.raises(KeyError), hub_module.client_output():
+        raise KeyError
+    assert not are_progress_bars_disabled()
+    assert logger.propagate
+    disable_progress_bars()
+    try:
+        with hub_module.client_output():
+            assert are_progress_bars_disabled()
+        assert are_progress_bars_disabled()  # as the caller wanted it
+    finally:
+        enable_progress_bars()
 
 
 # --- what goes wrong

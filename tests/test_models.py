@@ -353,3 +353,34 @@ def test_experts_are_decayed_and_scaled_as_the_dense_network(name, layer_decay):
     for block in (1, 3):
         weight = f"blocks.{block}.mlp.fc1.weight"
         assert moe.get(f"blocks.{block}.mlp.router.weight", moe[weight]) == moe[weight]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vit_small_ewa_moe", "vit_base_moe", "vit_xtiny", "vit_xtiny_ewa_moe", "vit_xtiny_moe", "pit_xs_32"),
+        *("pit_xs_32_ewa_moe", "swin_tiny_patch2_window4_32", "swin_tiny_patch2_window4_32_ewa_moe", "vmoe_s32"),
+        *("vmoe_b16", "vimoe_s14", "vimoe_s14_shared", "vimoe_b14", "vimoe_b14_shared", "widenet_b", "ones_b"),
+        *("vmoe_pbe_s32", "vmoe_pbe_b32", "deit_tiny_patch16_224_ewa_moe", "twins_pcpvt_small_ewa_moe"),
+    ],
+)
+def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
+    """At the top of config.json, where transformers looks for them too."""
+    cfg = timm.models.get_pretrained_cfg(name).to_dict()
+    config = {"architecture": name, "num_classes": 7, "pretrained_cfg": {**cfg, "num_classes": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        assert timm.create_model(f"local-dir:{tmp_path}").num_classes == 7
+        assert timm.create_model(f"local-dir:{tmp_path}", num_classes=3).num_classes == 3
+
+
+@pytest.mark.parametrize(("name", "default"), [("vimoe_s14", 1000), ("vit_xtiny_ewa_moe", 100), ("pit_xs_32", 100)])
+def test_classes_that_nobody_states(name, default):
+    with torch.device("meta"):
+        assert timm.create_model(name).num_classes == default
+        assert timm.create_model(name, num_classes=0).num_classes == 0
+        assert timm.create_model(name, pretrained_cfg_overlay={"num_classes": 7}).num_classes == 7
+        registered = timm.models.get_pretrained_cfg(name)
+        assert timm.create_model(name, pretrained_cfg=registered).num_classes == default
+        headless = {**registered.to_dict(), "num_classes": 0, "source": "local-dir"}  # as of a folder
+        assert timm.create_model(name, pretrained_cfg=headless).num_classes == 0

@@ -14,11 +14,19 @@ from timm.utils import ParseKwargs
 
 from .benefits import moe_benefits
 from .callbacks.export import export_dense, export_moe
-from .callbacks.hub import Push, push_dense, push_moe
+from .callbacks.hub import (
+    Push,
+    client_output,
+    folder_of,
+    push_dense,
+    push_folder,
+    push_moe,
+    refuse_options_of_files,
+)
 from .callbacks.source import ModelSpec, describe, load_source
 from .callbacks.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
-from .data import Inference, image_folder, load_classifiers
+from .data import Inference, class_names, image_folder, load_classifiers
 from .files import check_writable, write_json
 from .gather import METHODS
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
@@ -35,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
-        args.command(args)
+        with client_output():
+            args.command(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, head for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,13 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--moe", action="store_true", help="write the expert model itself, which needs this package")
     _add_method_options(export)
     export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
+    _add_class_options(export)
     _add_spec_options(export)
     export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
     export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
     export.set_defaults(command=_export)
 
     push = commands.add_parser("push", help="publish the dense model of a checkpoint, or the expert model, on the Hub")
-    push.add_argument("source", metavar="DIR_OR_CHECKPOINT", help="exported folder, or whatever export takes")
+    push.add_argument(
+        "source", metavar="DIR_OR_CHECKPOINT", help="exported folder, published as it is, or whatever export takes"
+    )
     push.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
     push.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
     push.add_argument("--private", action="store_true", help="make the repository a private one")
@@ -111,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="for the model card, results of the model that is published, as top1=77.1",
     )
+    _add_class_options(push)
     _add_spec_options(push)
     push.set_defaults(command=_push)
 
@@ -188,18 +201,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--method",
-        default="average",
-        choices=list(METHODS),
-        help="how the experts become one network (default: %(default)s)",
-    )
+    parser.add_argument("--method", choices=list(METHODS), help="how the experts become one network (default: average)")
     parser.add_argument(
         "--svd-ratio",
         type=float,
         metavar="R",
         help="of --method svd: share of the singular values kept (default: 0.75)",
     )
+
+
+def _add_class_options(parser: argparse.ArgumentParser) -> None:
+    classes = parser.add_argument_group("classes", "their names, for config.json, from the images of the training")
+    classes.add_argument("--data-dir", metavar="DIR", help="folder of the training images, a folder for each class")
+    classes.add_argument("--split", default="train", metavar="NAME", help="folder in it (default: %(default)s)")
+    classes.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
 
 
 def _add_spec_options(parser: argparse.ArgumentParser) -> None:
@@ -266,12 +281,13 @@ def _export(args: argparse.Namespace) -> None:
     result = export_dense(
         args.source,
         args.output_dir,
-        args.method,
+        args.method or "average",
         svd_ratio=args.svd_ratio,
         spec=_spec(args),
         use_ema=args.use_ema,
         overwrite=args.overwrite,
         allow_nonfinite=args.allow_nonfinite,
+        label_names=_label_names(args),
     )
     print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
     difference = result.largest_difference
@@ -285,23 +301,27 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _push(args: argparse.Namespace) -> None:
-    options = {
-        name: getattr(args, name)
-        for name in ("private", "revision", "create_pr", "dry_run", "use_ema", "license", "dataset", "metrics")
-    }
+    names = ("private", "revision", "create_pr", "dry_run", "license", "dataset", "metrics")
+    options = {**{name: getattr(args, name) for name in names}, "label_names": _label_names(args)}
+    of_files = {"spec": _spec(args), "use_ema": args.use_ema}
     if args.moe:
         _refuse_method(args, "--moe publishes the expert model itself")
-        pushed = push_moe(args.source, args.repo_id, spec=_spec(args), **options)
+        pushed = push_moe(args.source, args.repo_id, **of_files, **options)
+    elif args.method is None and args.svd_ratio is None and folder_of(args.source) is not None:
+        refuse_options_of_files(args.source, **of_files)
+        pushed = push_folder(args.source, args.repo_id, **options)
     else:
-        gathering = {"method": args.method, "svd_ratio": args.svd_ratio}
-        pushed = push_dense(args.source, args.repo_id, **gathering, spec=_spec(args), **options)
+        gathering = {"method": args.method or "average", "svd_ratio": args.svd_ratio}
+        pushed = push_dense(args.source, args.repo_id, **gathering, **of_files, **options)
     print("Checked: timm loads the model, bit for bit.")
-    print(_uploaded(pushed))
+    print(_uploaded(pushed, args.dry_run))
     print(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
 
 
-def _uploaded(pushed: Push) -> str:
+def _uploaded(pushed: Push, dry_run: bool) -> str:
     files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
+    if pushed.url is None and not dry_run:
+        return f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded."
     if pushed.url is None:
         return "\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card])
     return "\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url])
@@ -309,15 +329,30 @@ def _uploaded(pushed: Push) -> str:
 
 def _export_moe(args: argparse.Namespace) -> None:
     _refuse_method(args, "--moe writes the expert model itself")
-    model = load_source(args.source, _spec(args), args.use_ema)
-    path = export_moe(model, args.output_dir, overwrite=args.overwrite, allow_nonfinite=args.allow_nonfinite)
+    path = export_moe(
+        args.source,
+        args.output_dir,
+        spec=_spec(args),
+        use_ema=args.use_ema,
+        overwrite=args.overwrite,
+        allow_nonfinite=args.allow_nonfinite,
+        label_names=_label_names(args),
+    )
     print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
     print(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
 def _refuse_method(args: argparse.Namespace, reason: str) -> None:
-    if args.method != "average" or args.svd_ratio is not None:
+    if args.method is not None or args.svd_ratio is not None:
         raise ValueError(f"{reason}, so --method and --svd-ratio have no place beside it.")
+
+
+def _label_names(args: argparse.Namespace) -> list[str] | None:
+    if args.data_dir is not None:
+        return class_names(image_folder(args.data_dir, args.split, args.class_map))
+    if args.class_map:
+        raise ValueError("--class-map numbers the folders of --data-dir: name that too.")
+    return None
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:

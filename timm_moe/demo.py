@@ -134,7 +134,9 @@ def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Ten
     """Give every run the same batches, one step each in turn."""
     images, labels = train_set
     generator = torch.Generator().manual_seed(seed)
-    progress = tqdm(total=runs[0].epochs * runs[0].steps_per_epoch, unit="step", desc="training")
+    progress = tqdm(
+        total=runs[0].epochs * runs[0].steps_per_epoch, unit="step", desc="training", disable=None
+    )  # in a pipe
     for epoch in range(runs[0].epochs):
         for run in runs:
             run.model.train()

@@ -1,12 +1,13 @@
 """After training: the dense model as safetensors, in the layout that timm and the Hub read."""
 
 import copy
+import json
 import logging
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
+from .history import ENTRY, Experts, History, find_history
 from .source import ModelSpec, first_problem, load_source
 
 _logger = logging.getLogger(__name__)
@@ -65,8 +67,13 @@ def export_dense(
     use_ema: bool = False,
     overwrite: bool = False,
     allow_nonfinite: bool = False,
+    label_names: Sequence[str] | None = None,
+    label_descriptions: Mapping[str, str] | None = None,
+    license: str | None = None,
 ) -> Export:
     """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
+
+    ``AutoModelForImageClassification.from_pretrained("DIR")`` of Hugging Face transformers loads it too.
 
     A model without expert layers, as a student after its training, is written as it is. (What timm has no model for, as
     WideNet's or shifted patches, becomes a dense model of this package.) What was written is loaded
@@ -85,10 +92,15 @@ def export_dense(
         use_ema: export the EMA weights of a train.py checkpoint.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: export weights that contain NaN or Inf.
+        label_names: names of the classes, in order; by default those that the source's config states.
+        label_descriptions: of classes, by name; likewise.
+        license: for config.json; by default that of the pretrained weights that training began from, if known, or what
+            the config of a folder or repository states.
 
     Raises:
         ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has a layer that no
-            stock model has, its weights are not finite, or the stock model does not give the source's outputs.
+            stock model has, another number of classes than names are given, its weights are not finite, or the stock
+            model does not give the source's outputs.
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
@@ -100,9 +112,13 @@ def export_dense(
     exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
     if not hasattr(model, "pretrained_cfg"):
         raise ValueError(f"This {type(model).__name__} was not made by timm.create_model, so timm could not load it.")
+    labels = stated_labels(model, label_names, label_descriptions)
+    history = find_history(source, model, use_ema)
+    if moe_layers(model):
+        history = replace(history, experts=Experts.of(model), method=method)
     if isinstance(source, nn.Module):
         model = copy_sharing_tensors(model)  # it becomes dense below, the caller's does not
-    _describe_input(model)
+    _describe(model, license or _license(source, model, history))
     images = _random_images(model)
     expected = _outputs(model, images) if exact else None
     if moe_layers(model) or method != "average":
@@ -111,7 +127,7 @@ def export_dense(
     if expected is None:
         expected = _outputs(model, images)
     with _staging_folder(target, overwrite) as folder:
-        _save(model, folder, target, model_args)
+        _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
         del model  # for little memory: not alive beside what is loaded, unless the caller holds it
         stock = load_exactly(folder, "Stock timm")
         difference = _largest_difference(expected, _outputs(stock.to(images.device, images.dtype), images))
@@ -120,32 +136,44 @@ def export_dense(
 
 
 def export_moe(
-    model: nn.Module,
+    source: nn.Module | str | Path,
     output_dir: str | Path,
     model_args: dict[str, Any] | None = None,
     *,
+    spec: ModelSpec | None = None,
+    use_ema: bool = False,
     overwrite: bool = False,
     allow_nonfinite: bool = False,
+    label_names: Sequence[str] | None = None,
+    label_descriptions: Mapping[str, str] | None = None,
+    license: str | None = None,
 ) -> Path:
     """Write an expert model as it is for ``timm.create_model("local-dir:DIR", pretrained=True)`` with this package.
 
-    What was written is loaded again before the folder appears under its name: its tensors must be the model's bit for
-    bit, its outputs on random images the same.
+    Hugging Face transformers loads it too where this package is installed. What was written is loaded again before the
+    folder appears under its name: its tensors must be the model's bit for bit, its outputs on random images the same.
 
     Args:
-        model: an expert model of a registered name.
+        source: an expert model of a registered name, or what holds one, as for :func:`export_dense`.
         output_dir: folder to write; missing parents are made.
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
+        spec: model to create for a file that does not name it.
+        use_ema: write the EMA weights of a train.py checkpoint.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: write weights that contain NaN or Inf.
+        label_names: names of the classes, in order; by default those that the source's config states.
+        label_descriptions: of classes, by name; likewise.
+        license: for config.json; by default that of the pretrained weights that training began from, if known, or what
+            the config of a folder or repository states.
 
     Raises:
-        ValueError: if the model has no expert layers or no registered name, its weights are not finite, or what was
-            written does not give it back.
+        ValueError: if the source cannot be read, the model has no expert layers, no registered name or another number
+            of classes than names are given, its weights are not finite, or what was written does not give it back.
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
-    model = copy.copy(unwrap_model(model))  # its config changes below, the caller's does not
+    model = unwrap_model(load_source(source, spec, use_ema))
+    model = copy.copy(model)  # its config changes below, the caller's does not
     if not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
     if not hasattr(model, "pretrained_cfg") or not is_registered_here(get_pretrained_cfg(model)["architecture"]):
@@ -155,10 +183,12 @@ def export_moe(
         )
     if not allow_nonfinite:
         _require_finite(model)
-    _describe_input(model)
+    labels = stated_labels(model, label_names, label_descriptions)
+    history = find_history(source, model, use_ema)
+    _describe(model, license or _license(source, model, history))
     images = _random_images(model)
     with _staging_folder(target, overwrite) as folder:
-        _save(model, folder, target, model_args)
+        _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
         loaded = load_exactly(folder, "timm with timm_moe")
         _largest_difference(_outputs(model, images), _outputs(loaded.to(images.device, images.dtype), images))
         publish(folder, target, _FILES)
@@ -188,12 +218,59 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _describe_input(model: nn.Module) -> None:
-    """State the model's own input size and classes in the config that is saved with it."""
+def stated_labels(
+    model: nn.Module, label_names: Sequence[str] | None, label_descriptions: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """The entries of config.json that name the classes: as stated, else as the model's own config has them."""
     cfg = get_pretrained_cfg(model)
-    cfg.pop("tag", None)  # of the stock weights, which these are no longer
+    if label_names is not None:
+        return _checked_labels(model, label_names, label_descriptions)
+    if label_descriptions is not None:
+        raise ValueError("label_descriptions are of label_names: state those too.")
+    names = cfg.get("label_names")
+    if not names:
+        return {}
+    if isinstance(names, dict):  # by number
+        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    try:
+        return _checked_labels(model, names, cfg.get("label_descriptions"))
+    except ValueError as error:
+        _logger.warning("The names of classes in the source's config are left out: %s", error)
+        return {}
+
+
+def _checked_labels(
+    model: nn.Module, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """The entries of config.json for these names; raises ValueError if they are not those of the model's classes."""
+    names = [label_names] if isinstance(label_names, str) else list(label_names)
+    if len(names) != model.num_classes:
+        raise ValueError(f"There are {len(names)} names of classes, but the model has {model.num_classes} classes.")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a class must be a text, got {name!r}.")
+    descriptions = dict(label_descriptions or {})
+    for name, text in descriptions.items():
+        if name not in names or not isinstance(text, str):
+            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
+
+
+def _license(source: nn.Module | str | Path, model: nn.Module, history: History) -> str | None:
+    """That of the pretrained weights that training began from, or what a folder or repository states of its own.
+
+    The license in the config of any other model is that of weights which it may never have held.
+    """
+    in_config = not isinstance(source, nn.Module) and not Path(source).is_file()
+    return get_pretrained_cfg(model).get("license") if in_config or history.base else None
+
+
+def _describe(model: nn.Module, license: str | None) -> None:
+    """State the model's own input size, classes and license in the config that is saved with it."""
+    stock = ("tag", "license", "label_names", "label_descriptions")  # of weights that these are no longer
+    cfg = {name: value for name, value in get_pretrained_cfg(model).items() if name not in stock}
     current = {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
-    set_pretrained_cfg(model, {**cfg, **current})
+    set_pretrained_cfg(model, {**cfg, **current, **({"license": license} if license else {})})
 
 
 @contextmanager
@@ -206,11 +283,17 @@ def _staging_folder(target: Path, overwrite: bool) -> Iterator[Path]:
         yield folder
 
 
-def _save(model: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None) -> None:
+def _save(
+    model: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None, entries: dict[str, Any]
+) -> None:
+    """Write weights and config.json, with these entries beside those that timm makes."""
     args = {**_recorded_args(model), **(model_args or {})}
     handle = model.register_state_dict_post_hook(_copy_repeated)
     try:
-        save_for_hf(model, str(folder), model_args=args, safe_serialization=True)
+        save_for_hf(model, str(folder), model_config=entries, model_args=args, safe_serialization=True)
+        config = json.loads((folder / "config.json").read_text())
+        state_classes_once(config)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         # safetensors closes its files to other users; config.json has the mode that the user's umask asks for
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -219,6 +302,16 @@ def _save(model: nn.Module, folder: Path, target: Path, model_args: dict[str, An
         raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
     finally:
         handle.remove()
+
+
+def state_classes_once(config: dict[str, Any]) -> None:
+    """Move the number of classes from the arguments in a config.json to where timm looks if these are silent.
+
+    transformers hands on both, and fails on the second.
+    """
+    args = config.get("model_args") or {}
+    if "num_classes" in args:
+        config["num_classes"] = args.pop("num_classes")
 
 
 def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

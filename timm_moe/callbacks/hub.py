@@ -3,28 +3,38 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,  # the base of all errors of the client's connection, whichever library it uses
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
-from timm.utils import unwrap_model
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+    hf_raise_for_status,
+    validate_repo_id,
+)
 from torch import nn
 
 from ..convert import moe_layers
 from ..files import scratch_folder
 from ..version import __version__
-from .export import export_dense, export_moe, load_exactly
-from .model_card import Card, Statements, find_origin
+from .export import export_dense, export_moe, load_exactly, state_classes_once, stated_labels
+from .history import History, recorded_history
+from .model_card import Card, Statements
 from .source import ModelSpec, describe, load_source
 
 _logger = logging.getLogger(__name__)
@@ -74,7 +84,7 @@ class Push:
         repo_id: ``user/name``.
         files: size of each file in bytes.
         card: text of README.md.
-        url: of the commit or pull request; None after a dry run.
+        url: of the commit or pull request; None after a dry run, and where the Hub had these very files already.
         revision: to load it from, where that is not main.
     """
 
@@ -107,6 +117,8 @@ def push_dense(
     license: str | None = None,
     dataset: str | None = None,
     metrics: dict[str, float] | None = None,
+    label_names: Sequence[str] | None = None,
+    label_descriptions: Mapping[str, str] | None = None,
 ) -> Push:
     """Publish the dense form of an expert model for ``timm.create_model("hf-hub:user/name", pretrained=True)``.
 
@@ -115,8 +127,8 @@ def push_dense(
     login``, or ``HF_TOKEN`` in the environment.
 
     Args:
-        source: as for :func:`timm_moe.export_dense`; or the folder of a dense model, which is uploaded as it is, with
-            its own README.md if it has one.
+        source: as for :func:`timm_moe.export_dense`; the folder of a dense model is published as by
+            :func:`push_folder`.
         repo_id: ``user/name``; the repository is created if it is not there.
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
@@ -127,10 +139,13 @@ def push_dense(
         spec: model to create for a file that does not name it.
         model_args: arguments of ``timm.create_model``, where the source does not tell them.
         use_ema: publish the EMA weights of a train.py checkpoint.
-        license: for the card, as the Hub abbreviates it; by default that of the pretrained weights training began from.
+        license: for card and config.json, as the Hub abbreviates it; by default that of the pretrained weights training
+            began from.
         dataset: for the card, the images it was trained on; by default what train.py was given by name.
         metrics: for the card, results of the published model, as ``{"top1": 77.1}``; by default what train.py measured
             on these weights, if they still are the same function.
+        label_names: as for :func:`timm_moe.export_dense`.
+        label_descriptions: likewise.
 
     Raises:
         ValueError: if an argument is wrong, the export fails, or the Hub finds the card faulty.
@@ -141,17 +156,19 @@ def push_dense(
     destination = Destination(repo_id, private, revision, create_pr)
     statements = Statements(license, dataset, metrics or {})
     api = None if dry_run else _log_in()
-    model = unwrap_model(load_source(source, spec, use_ema))
+    labels = Labels(label_names, label_descriptions)
+    folder = folder_of(source)
+    if folder is not None and method == "average":
+        refuse_options_of_files(folder, spec, use_ema)
+        model = load_source(folder)
+        if not moe_layers(model):
+            return _publish_folder(folder, model, statements, labels, destination, api)
     with scratch_folder("push") as temporary:
-        folder = _folder_of(source)
-        expert = model if moe_layers(model) else None
-        if folder is None or expert is not None:
-            folder = temporary / "model"
-            if not export_dense(model, folder, method, svd_ratio=svd_ratio, model_args=model_args).exact:
-                _logger.warning("The dense model is not the one that was trained: validate it.")
-        used = None if expert is None else method
-        card = Card(repo_id, _check(folder), expert, used, find_origin(source, use_ema), statements, revision)
-        return _publish(folder, card, destination, api)
+        made = temporary / "model"
+        options: dict[str, Any] = dict(spec=spec, model_args=model_args, use_ema=use_ema, license=license)
+        if not export_dense(source, made, method, svd_ratio=svd_ratio, **options, **asdict(labels)).exact:
+            _logger.warning("The dense model is not the one that was trained: validate it.")
+        return _publish(made, recorded_history(made), statements, destination, api)
 
 
 def push_moe(
@@ -168,6 +185,8 @@ def push_moe(
     license: str | None = None,
     dataset: str | None = None,
     metrics: dict[str, float] | None = None,
+    label_names: Sequence[str] | None = None,
+    label_descriptions: Mapping[str, str] | None = None,
 ) -> Push:
     """Publish an expert model itself; loading it from the Hub needs this package.
 
@@ -182,44 +201,142 @@ def push_moe(
     destination = Destination(repo_id, private, revision, create_pr)
     statements = Statements(license, dataset, metrics or {})
     api = None if dry_run else _log_in()
-    model = unwrap_model(load_source(source, spec, use_ema))
-    with scratch_folder("push") as temporary:
-        folder = _folder_of(source)
-        if folder is None:
-            folder = export_moe(model, temporary / "model", model_args)
-        elif not moe_layers(model):
+    labels = Labels(label_names, label_descriptions)
+    folder = folder_of(source)
+    if folder is not None:
+        refuse_options_of_files(folder, spec, use_ema)
+        model = load_source(folder)
+        if not moe_layers(model):
             raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
-        card = Card(repo_id, _check(folder), model, None, find_origin(source, use_ema), statements, revision)
-        return _publish(folder, card, destination, api)
+        return _publish_folder(folder, model, statements, labels, destination, api)
+    with scratch_folder("push") as temporary:
+        made = temporary / "model"
+        options: dict[str, Any] = dict(spec=spec, use_ema=use_ema, license=license)
+        export_moe(source, made, model_args, **options, **asdict(labels))
+        return _publish(made, recorded_history(made), statements, destination, api)
 
 
-def _folder_of(source: nn.Module | str | Path) -> Path | None:
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    private: bool = False,
+    *,
+    revision: str | None = None,
+    create_pr: bool = False,
+    dry_run: bool = False,
+    license: str | None = None,
+    dataset: str | None = None,
+    metrics: dict[str, float] | None = None,
+    label_names: Sequence[str] | None = None,
+    label_descriptions: Mapping[str, str] | None = None,
+) -> Push:
+    """Publish the folder of a model as it is, dense or with experts, with its own README.md if it has one.
+
+    Only config.json may change: it gets the licence and the classes that are stated here, and where its ``model_args``
+    repeat the number of classes, as timm writes it, this goes from there, since transformers fails on it.
+
+    Args:
+        folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
+
+    The other arguments and the errors are those of :func:`push_dense`.
+    """
+    destination = Destination(repo_id, private, revision, create_pr)
+    statements = Statements(license, dataset, metrics or {})
+    api = None if dry_run else _log_in()
+    labels = Labels(label_names, label_descriptions)
+    model = load_source(folder)
+    return _publish_folder(Path(str(folder).removeprefix("local-dir:")), model, statements, labels, destination, api)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names of the classes, as the publisher states them; see :func:`timm_moe.export_dense`."""
+
+    label_names: Sequence[str] | None = None
+    label_descriptions: Mapping[str, str] | None = None
+
+
+@contextmanager
+def client_output() -> Iterator[None]:
+    """For the time of the block, what the Hub's client says comes once, and its bars on a terminal only."""
+    logger = logging.getLogger("huggingface_hub")
+    unstated = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+    hide = unstated and not sys.stderr.isatty()
+    propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
+    if hide:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        if hide:
+            enable_progress_bars()
+
+
+def folder_of(source: nn.Module | str | Path) -> Path | None:
+    """The folder that a source is, as path or ``local-dir:`` name; None if it is something else."""
     if isinstance(source, nn.Module):
         return None
     path = Path(str(source).removeprefix("local-dir:"))
     return path if path.is_dir() else None
 
 
-def _check(folder: Path) -> nn.Module:
-    """The model that timm loads from a folder, bit for bit what its file holds."""
+def refuse_options_of_files(folder: str | Path, spec: ModelSpec | None, use_ema: bool) -> None:
+    """Raise ValueError if something is asked of a folder that only a file could give."""
+    if use_ema or spec not in (None, ModelSpec()):
+        raise ValueError(f"The folder {folder} states its model and has one kind of weights: name neither for it.")
+
+
+def _publish_folder(
+    folder: Path,
+    model: nn.Module,
+    statements: Statements,
+    labels: Labels,
+    destination: Destination,
+    api: HfApi | None,
+) -> Push:
+    """As it is, but for what is stated anew."""
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    return load_exactly(folder, "timm")
-
-
-def _publish(folder: Path, card: Card, destination: Destination, api: HfApi | None) -> Push:
-    files: dict[str, Path | bytes] = {name: folder / name for name in _FILES if (folder / name).is_file()}
-    left_out = sorted(file.name for file in folder.iterdir() if file.name not in files)
+    if (folder / "README.md").is_file() and statements != Statements():
+        raise ValueError(
+            f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
+            "metrics there, or take the file away."
+        )
+    left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
     if left_out:
         _logger.info("Not uploaded: %s.", ", ".join(left_out))
-    text = str(card)
-    if "README.md" in files:
-        if card.statements != Statements():
-            raise ValueError(
-                f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
-                "metrics there, or take the file away."
-            )
-        text = (folder / "README.md").read_text(encoding="utf-8")
+    stated = {} if labels == Labels() else stated_labels(model, labels.label_names, labels.label_descriptions)
+    with scratch_folder("push") as temporary:
+        made = _with_statements(folder, temporary / "model", statements.license, stated)
+        return _publish(made, recorded_history(folder), statements, destination, api)
+
+
+def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
+    """The folder itself if its config.json states all this already, else one that differs in this alone."""
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    config = {**json.loads(text), **labels}
+    state_classes_once(config)
+    if license is not None:
+        config.get("pretrained_cfg", config)["license"] = license
+    if config == json.loads(text):
+        return folder
+    made.mkdir()
+    for name in _FILES:
+        if (folder / name).is_file():
+            (made / name).symlink_to((folder / name).absolute())
+    (made / "config.json").unlink()
+    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return made
+
+
+def _publish(
+    folder: Path, history: History, statements: Statements, destination: Destination, api: HfApi | None
+) -> Push:
+    """What is in the folder, once timm has loaded it bit for bit, with a card where it has none."""
+    card = Card(destination.repo_id, load_exactly(folder, "timm"), history, statements, destination.revision)
+    files: dict[str, Path | bytes] = {name: folder / name for name in _FILES if (folder / name).is_file()}
+    text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else str(card)
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
     url, revision = None, destination.revision
@@ -249,8 +366,11 @@ def _log_in() -> HfApi:
     return api
 
 
-def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str, str | None]:
-    """Make what is missing of repository and branch, then one commit; its URL and the revision to load."""
+def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
+    """Make what is missing of repository and branch, then one commit; its URL and the revision to load.
+
+    There is no URL where the revision had these files: then the client sends nothing.
+    """
     repo_id, revision = destination.repo_id, destination.revision
     try:
         is_private = api.model_info(repo_id, timeout=TIMEOUT).private
@@ -261,6 +381,7 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
             raise PermissionError(f"{repo_id} is there already and public: push without --private, or to a new name.")
     if revision is not None and not destination.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
+    last = api.model_info(repo_id, revision=revision, timeout=TIMEOUT).sha
     # upload_folder may spread its files over several commits
     commit = api.create_commit(
         repo_id,
@@ -269,6 +390,8 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
         revision=revision,
         create_pr=destination.create_pr,
     )
+    if commit.oid == last:
+        return None, revision
     if commit.pr_url:
         return commit.pr_url, commit.pr_revision
     return commit.commit_url, revision

@@ -1,11 +1,9 @@
 """The README.md of a repository on the Hub: what the model is, how it was trained, how it is loaded."""
 
-import csv
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import validate_repo_id
@@ -13,9 +11,8 @@ from torch import nn
 
 from ..convert import moe_layers
 from ..info import activated_parameters, is_registered_here, parameters
-from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, model_input_size
-from .source import read_checkpoint
+from .history import METRICS, Experts, History, public
 
 #: Of each paper: arXiv number, first author, title, year.
 _PAPERS = {
@@ -40,49 +37,6 @@ _FAMILIES = {
     "widenet": ["WideNet"],
     "ones": ["OneS", "WideNet"],
 }
-#: Options of train.py that a card names where they are set. None of them is a path.
-_TRAINING_OPTIONS = (
-    *("pretrained", "epochs", "batch_size", "grad_accum_steps", "world_size", "opt", "lr", "weight_decay", "clip_grad"),
-    *("layer_decay", "sched", "warmup_epochs", "min_lr", "smoothing", "mixup", "cutmix", "aa", "reprob", "drop"),
-    *("drop_path", "bce_loss", "jsd_loss", "amp", "model_ema", "kd_model_name", "seed"),
-)
-#: Those that say nothing unless another one is set.
-_DEPENDENT_OPTIONS = {
-    "amp": ("amp_dtype",),
-    "model_ema": ("model_ema_decay",),
-    "kd_model_name": (
-        *("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight"),
-    ),
-}
-#: What ``--dataset`` begins with where the name is one on the Hub.
-_HUB_READERS = ("hfds", "hfids")
-#: Values of options that are not used.
-_UNSET: tuple[Any, ...] = (None, False, "")
-#: Columns of summary.csv: name for people, type for the Hub.
-_METRICS = {
-    "top1": ("top-1 accuracy (%)", "accuracy"),
-    "top5": ("top-5 accuracy (%)", "top_5_accuracy"),
-    "loss": ("loss", "loss"),
-}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where the weights came from, as far as it is known.
-
-    Attributes:
-        file: name of the checkpoint, without its folder, or ``hf-hub:`` name; None for a model in memory.
-        args: train.py's arguments.
-        epoch: number of the last epoch, from 0.
-        ema: these are the EMA weights.
-        metrics: what train.py measured on these weights, from its ``summary.csv``.
-    """
-
-    file: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
-    epoch: int | None = None
-    ema: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,58 +64,21 @@ class Statements:
             raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
 
 
-def find_origin(source: nn.Module | str | Path, use_ema: bool = False) -> Origin:
-    """What a source tells about its training: all there is if it is a checkpoint of train.py."""
-    if isinstance(source, nn.Module):
-        return Origin()
-    if str(source).startswith("hf-hub:"):
-        return Origin(str(source))
-    path = Path(str(source).removeprefix("local-dir:"))
-    if not path.is_file() or path.suffix == ".safetensors":  # which holds nothing but weights
-        return Origin(path.name)
-    checkpoint = read_checkpoint(path)
-    if not hasattr(checkpoint.get("args"), "model"):
-        return Origin(path.name, ema=use_ema)
-    args = vars(checkpoint["args"])
-    measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
-    metrics = _summary(path, checkpoint) if measured_ema == use_ema else {}
-    return Origin(path.name, args, checkpoint.get("epoch"), use_ema, metrics)
-
-
-def _summary(path: Path, checkpoint: dict[str, Any]) -> dict[str, float]:
-    """Metrics in the row of summary.csv that was written with this checkpoint; none if there is no such row."""
-    measured = f"eval_{getattr(checkpoint['args'], 'eval_metric', None)}"
-    try:
-        with open(path.parent / "summary.csv", newline="") as file:
-            rows = [
-                row
-                for row in csv.DictReader(file)
-                if row["epoch"] == str(checkpoint["epoch"]) and float(row[measured]) == float(checkpoint["metric"])
-            ]
-            return {name: float(rows[-1][f"eval_{name}"]) for name in _METRICS if rows[-1].get(f"eval_{name}")}
-    except (OSError, csv.Error, KeyError, TypeError, ValueError, IndexError):  # absent, of another run, or damaged
-        return {}
-
-
 @dataclass(frozen=True)
 class Card:
     """A model card.
 
     Attributes:
         repo_id: ``user/name``.
-        published: the model that is published, or one with the same config and parameters.
-        expert: the expert model that it is or came from, if known.
-        method: how the experts became one network; None if they are still there.
-        origin: where the weights came from.
+        published: the model that is published, loaded from what is uploaded.
+        history: where the weights came from.
         statements: what the publisher states.
         revision: to load, if not main.
     """
 
     repo_id: str
     published: nn.Module
-    expert: nn.Module | None
-    method: str | None
-    origin: Origin
+    history: History
     statements: Statements
     revision: str | None = None
 
@@ -176,49 +93,41 @@ class Card:
         return get_pretrained_cfg(self.published)["architecture"]
 
     @property
-    def _is_another_function(self) -> bool:
-        """Whether the published model's outputs are not those of the expert model that was evaluated."""
-        if self.expert is None or self.method is None:
-            return False
-        layers = moe_layers(self.expert).values()
-        averaged = all(isinstance(layer, EwaMlp) and layer.eval_mode == "average" for layer in layers)
-        return not (averaged and self.method == "average")
+    def _has_experts(self) -> bool:
+        return bool(moe_layers(self.published))
 
     @property
-    def _metrics(self) -> dict[str, float]:
+    def _experts(self) -> Experts | None:
+        """Those that it has, or was made of."""
+        return Experts.of(self.published) if self._has_experts else self.history.experts
+
+    @property
+    def _method(self) -> str | None:
+        """How one network was made of the experts; None if they are still there, or never were."""
+        return None if self._has_experts else self.history.method
+
+    @property
+    def _is_another_function(self) -> bool:
+        """Whether the published model's outputs are not those of the expert model that was evaluated."""
+        if self._experts is None or self._method is None:
+            return False
+        return not (self._experts.mean and self._method == "average")
+
+    @property
+    def _metrics(self) -> Mapping[str, float]:
         """Of the model that is published."""
-        found = {} if self._is_another_function else self.origin.metrics
+        found = {} if self._is_another_function else self.history.metrics
         return self.statements.metrics or found
 
     @property
     def _license_tag(self) -> str | None:
-        """Stated, or that of the pretrained weights that training began from."""
-        base = get_pretrained_cfg(self.expert).get("license") if self.expert is not None and self._base else None
-        return self.statements.license or base
-
-    @property
-    def _base(self) -> str | None:
-        """Name on the Hub of the pretrained weights that training began from."""
-        args = self.origin.args
-        replaced = args.get("pretrained_path") or args.get("initial_checkpoint")
-        if self.expert is None or not args.get("pretrained") or replaced:
-            return None
-        return get_pretrained_cfg(self.expert).get("hf_hub_id")
-
-    @property
-    def _start(self) -> str | None:
-        """What training began from: pretrained weights of the Hub, a file, or the folder of a gathered student."""
-        args = self.origin.args
-        name = str(args.get("model"))
-        folder = name if name.startswith(("local-dir:", "hf-hub:")) else None
-        return self._base or args.get("initial_checkpoint") or args.get("pretrained_path") or folder
+        """That of config.json: stated, or that of the pretrained weights that training began from."""
+        return get_pretrained_cfg(self.published).get("license")
 
     @property
     def _dataset(self) -> str | None:
         """Stated, or the name that train.py was given for what is no folder of images."""
-        kind, _, name = " ".join(str(self.origin.args.get("dataset") or "").split()).partition("/")
-        named = kind in (*_HUB_READERS, "tfds", "torch") and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)  # not a path
-        return self.statements.dataset or (name if named else None)
+        return self.statements.dataset or self.history.dataset
 
     @property
     def _measured_on(self) -> str | None:
@@ -230,8 +139,7 @@ class Card:
     @property
     def _dataset_id(self) -> str | None:
         """The same, if it is a name on the Hub."""
-        reader = str(self.origin.args.get("dataset")).partition("/")[0]
-        if not self.statements.dataset and reader not in _HUB_READERS:
+        if not self.statements.dataset and not self.history.dataset_on_hub:
             return None
         try:
             validate_repo_id(self._dataset)
@@ -245,19 +153,18 @@ class Card:
                 task_type="image-classification",
                 dataset_type=self._dataset_id or "imagefolder",
                 dataset_name=self._measured_on or "not stated",
-                metric_type=_METRICS.get(name, (name, name))[1],
-                metric_name=_METRICS.get(name, (name, name))[0],
+                metric_type=METRICS.get(name, (name, name))[1],
+                metric_name=METRICS.get(name, (name, name))[0],
                 metric_value=value,
             )
             for name, value in self._metrics.items()
         ]
-        has_experts = bool(moe_layers(self.published))
         return ModelCardData(
-            tags=["image-classification", "timm", "timm_moe", *(["mixture-of-experts"] if has_experts else [])],
+            tags=["image-classification", "timm", "timm_moe", *(["mixture-of-experts"] if self._has_experts else [])],
             pipeline_tag="image-classification" if self.published.num_classes else "image-feature-extraction",
             library_name="timm",
             license=self._license_tag,
-            base_model=self._base,
+            base_model=self.history.base,
             datasets=[self._dataset_id] if self._dataset_id else None,
             model_name=self.repo_id.split("/")[-1],
             eval_results=results or None,
@@ -267,17 +174,17 @@ class Card:
         size = "x".join(str(length) for length in model_input_size(self.published)[1:])
         lines = [
             f"A `{self._architecture}` for images of {size} pixels and {self.published.num_classes} classes.",
-            *(["", _experts(self.expert, self.method)] if self.expert is not None else []),
+            *(["", _of_experts(self._experts, self._method)] if self._experts is not None else []),
         ]
         if self._is_another_function:
             lines.append(
                 "In training the experts themselves were evaluated: this dense model is another function than theirs."
             )
         rows = {"this model": parameters(self.published)}
-        if self.expert is not None and self.method is not None:
-            rows["in training, with experts"] = parameters(self.expert)
-        elif self.expert is not None:
-            rows["that a token passes through"] = activated_parameters(self.expert)
+        if self._has_experts:
+            rows["that a token passes through"] = activated_parameters(self.published)
+        elif self._experts is not None:
+            rows["in training, with experts"] = self._experts.parameters
         return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in rows.items()})])
 
     def _use(self) -> str:
@@ -295,74 +202,61 @@ class Card:
         return "\n".join(["## Use", "", needed, "", "```python", *code, "```"])
 
     def _training(self) -> str:
-        origin, args = self.origin, self.origin.args
-        if origin.file is None:
+        history = self.history
+        if history.file is None:
             return ""
-        weights = " (its EMA weights)" if origin.ema else ""
-        lines = ["## Training", "", f"From `{_public(origin.file)}`{weights}"]
-        if not args:
+        weights = " (its EMA weights)" if history.ema else ""
+        lines = ["## Training", "", f"From `{public(history.file)}`{weights}"]
+        if not history.options:
             return "\n".join(lines) + "."
-        epoch = f" after epoch {origin.epoch} (from 0)" if isinstance(origin.epoch, int) else ""
+        epoch = "" if history.epoch is None else f" after epoch {history.epoch} (from 0)"
         lines[-1] += f", which timm's train.py wrote{epoch}"
-        lines[-1] += f"; it began from the weights of `{_public(self._start)}`." if self._start else "."
-        shown = {name: f"`{_public(value)}`" for name, value in self._options().items() if value not in _UNSET}
+        start = history.base or history.start
+        lines[-1] += f"; it began from the weights of `{public(start)}`." if start else "."
+        options = {**history.options, **({"dataset": self._dataset} if self._dataset else {})}
+        shown = {public(name): f"`{public(value)}`" for name, value in options.items()}
         return "\n".join([*lines, "", _table(("option", "value"), shown)])
-
-    def _options(self) -> dict[str, Any]:
-        args = self.origin.args
-        dependent = [name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names]
-        return {
-            "model": args["model"],
-            **{f"model option {_public(name)}": value for name, value in (args.get("model_kwargs") or {}).items()},
-            "dataset": self._dataset,
-            **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
-        }
 
     def _results(self) -> str:
         if not self._metrics:
-            if not self.origin.metrics:
+            if not self.history.metrics:
                 return ""
             return (
                 "## Results\n\nNone: what was measured in training belongs to the expert model, not to this dense one."
             )
         where = "Stated by the publisher" if self.statements.metrics else "Measured by train.py after that epoch"
         on = f" on {self._measured_on}" if self._measured_on else ""
-        rows = {_METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in self._metrics.items()}
+        rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in self._metrics.items()}
         return f"## Results\n\n{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
 
     def _license(self) -> str:
-        if self.statements.license:
-            return f"## Licence\n\n{self.statements.license}"
         if self._license_tag:
-            return f"## Licence\n\n{self._license_tag}, that of the pretrained weights."
+            of = ", that of the pretrained weights." if self.history.base else ", as its config.json states."
+            return f"## Licence\n\n{public(self._license_tag)}{'' if self.statements.license else of}"
         return "## Licence\n\nNot stated: ask the publisher before you use the weights."
 
     def _citation(self) -> str:
-        papers = _papers(self.expert, self.method) if self.expert is not None else _family_papers(self._architecture)
+        papers = _papers(self._experts, self._method) if self._experts else _family_papers(self._architecture)
         if not papers:
             return ""
         entries = [_bibtex(*_PAPERS[name]) for name in papers]
         return "\n".join(["## Citation", "", "```bibtex", *entries, "```"])
 
 
-def _experts(expert: nn.Module, method: str | None) -> str:
-    """One sentence on the experts."""
-    layers = list(moe_layers(expert).values())
-    name = get_pretrained_cfg(expert).get("architecture", type(expert).__name__)
-    where = f"in each of {len(layers)} layers" if len(layers) > 1 else "in one layer"
-    held = f"{layers[0].num_experts} experts {where}"
-    if any(isinstance(layer, SharedExpertMlp) for layer in layers):
-        held += " and a shared one"
+def _of_experts(experts: Experts, method: str | None) -> str:
+    """One sentence on them."""
+    where = f"in each of {experts.layers} layers" if experts.layers > 1 else "in one layer"
+    held = f"{experts.experts} experts {where}" + (" and a shared one" if experts.shared else "")
     if method is None:
         return f"It has {held}."
-    return f"It was trained as `{name}` with {held}, of which one network was made (`{method}`)."
+    name = public(experts.model)
+    return f"It was trained as `{name}` with {held}, of which one network was made (`{public(method)}`)."
 
 
-def _papers(expert: nn.Module, method: str | None) -> list[str]:
+def _papers(experts: Experts, method: str | None) -> list[str]:
     """The papers of a model's kind, of its averaging and of how it was made dense."""
-    found = _family_papers(get_pretrained_cfg(expert).get("architecture", ""))
-    layers = moe_layers(expert).values()
-    averaged = ["EWA"] if any(isinstance(layer, EwaMlp) or layer.share_rate for layer in layers) else []
+    found = _family_papers(experts.model)
+    averaged = ["EWA"] if experts.averaged else []
     gathered = ["OneS"] if method not in (None, "average") else []
     return list(dict.fromkeys([*found, *averaged, *gathered])) or ["V-MoE"]
 
@@ -380,15 +274,3 @@ def _bibtex(arxiv: str, author: str, title: str, year: int) -> str:
 def _table(head: tuple[str, str], rows: dict[str, str]) -> str:
     lines = [head, ("---", "---"), *rows.items()]
     return "\n".join(f"| {left} | {right} |" for left, right in lines)
-
-
-def _public(value: Any) -> str:
-    """A value on one line of Markdown; of what looks like a path only its last part."""
-    if isinstance(value, dict):
-        return ", ".join(f"{_public(name)}={_public(part)}" for name, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_public(part) for part in value)
-    text = str(value)
-    if not text.startswith("hf-hub:"):
-        text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-    return re.sub(r"[`|\s]+", " ", text)

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from ..convert import moe_layers
 from ..info import check_registered
 from ..layers import TopKRouter
-from ..model_config import Preprocessing, preprocessing, shown, state_preprocessing
+from ..model_config import (
+    Preprocessing,
+    get_pretrained_cfg,
+    preprocessing,
+    set_pretrained_cfg,
+    shown,
+    state_preprocessing,
+)
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
@@ -137,7 +144,14 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     _prepare(model, spec, origins, str(path))
     if not train_args and blueprint == Blueprint(name) and "." not in name:
         _warn_of_guess(path, name, [key for key in _GUESSED if origins[key] != "stated"])
+    _forget_class_names(model)
     return model
+
+
+def _forget_class_names(model: nn.Module) -> None:
+    """Take away those of the folder or repository that training began from: the checkpoint's may be others."""
+    names = ("label_names", "label_descriptions")
+    set_pretrained_cfg(model, {key: value for key, value in get_pretrained_cfg(model).items() if key not in names})
 
 
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:

@@ -188,7 +188,7 @@ class Family(NamedTuple):
 _VIT = Family(
     "vit_xtiny",
     "vit_tiny_patch16_224",
-    dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2, num_classes=100),
+    dict(img_size=32, patch_size=4, embed_dim=192, depth=9, num_heads=12, mlp_ratio=2),
     (LocalVisionTransformer, MoeVisionTransformer, MoeLocalVisionTransformer),
     vit.checkpoint_filter_fn,
     dict(feature_cls="getter", out_indices=3),
@@ -196,7 +196,7 @@ _VIT = Family(
 _PIT = Family(
     "pit_xs_32",
     "pit_xs_224",
-    dict(img_size=32, patch_size=2, stride=2, mlp_ratio=2, num_classes=100)
+    dict(img_size=32, patch_size=2, stride=2, mlp_ratio=2)
     | dict(base_dims=(48, 48, 48), depth=(2, 6, 4), heads=(2, 4, 8)),
     (LocalPoolingVisionTransformer, expert_class(PoolingVisionTransformer), MoeLocalPoolingVisionTransformer),
     pit.checkpoint_filter_fn,
@@ -205,7 +205,7 @@ _PIT = Family(
 _SWIN = Family(
     "swin_tiny_patch2_window4_32",
     "swin_tiny_patch4_window7_224",
-    dict(img_size=32, patch_size=2, window_size=4, mlp_ratio=2, num_classes=100)
+    dict(img_size=32, patch_size=2, window_size=4, mlp_ratio=2)
     | dict(embed_dim=96, depths=(2, 6, 4), num_heads=(3, 6, 12)),
     (LocalSwinTransformer, expert_class(SwinTransformer), MoeLocalSwinTransformer),
     swin_transformer.checkpoint_filter_fn,

@@ -4,7 +4,13 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_arch_pretrained_cfgs,
+    register_model,
+)
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -138,7 +144,7 @@ _VIMOE = dict(
     aux_loss="balance",
     aux_loss_weight=0.01,
 )
-_DINOV2 = dict(patch_size=14, depth=12, init_values=1e-5, img_size=224, num_classes=1000)
+_DINOV2 = dict(patch_size=14, depth=12, init_values=1e-5, img_size=224)
 
 
 def create_moe_vit(
@@ -178,6 +184,16 @@ def create_moe_vit(
 
 def _create_stock_sized(name: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
     return create_moe_vit(name, _STOCK[name], pretrained, model_args, kwargs)
+
+
+def _create_vimoe(name: str, pretrained: bool, size: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
+    """With 1000 classes where nobody states a number but the config of DINOv2's weights, which have no classifier."""
+    cfg = kwargs.get("pretrained_cfg")  # of a folder or repository it has a source, and its number counts, 0 too
+    stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
+    stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
+    told = stated.get("source") or stated.get("num_classes")
+    model_args = {**_DINOV2, **_VIMOE, **size, **({} if told else {"num_classes": 1000})}
+    return _create_stock_sized(name, pretrained, model_args, kwargs)
 
 
 @register_model
@@ -276,26 +292,22 @@ def vmoe_h14(pretrained: bool = False, **kwargs) -> nn.Module:
 @register_model
 def vimoe_s14(pretrained: bool = False, **kwargs) -> nn.Module:
     """ViMoE-S/14."""
-    model_args = dict(embed_dim=384, num_heads=6, **_DINOV2, **_VIMOE)
-    return _create_stock_sized("vimoe_s14", pretrained, model_args, kwargs)
+    return _create_vimoe("vimoe_s14", pretrained, dict(embed_dim=384, num_heads=6), kwargs)
 
 
 @register_model
 def vimoe_s14_shared(pretrained: bool = False, **kwargs) -> nn.Module:
     """ViMoE-S/14 with a shared expert."""
-    model_args = dict(embed_dim=384, num_heads=6, **_DINOV2, **_VIMOE, shared_expert=True)
-    return _create_stock_sized("vimoe_s14_shared", pretrained, model_args, kwargs)
+    return _create_vimoe("vimoe_s14_shared", pretrained, dict(embed_dim=384, num_heads=6, shared_expert=True), kwargs)
 
 
 @register_model
 def vimoe_b14(pretrained: bool = False, **kwargs) -> nn.Module:
     """ViMoE-B/14."""
-    model_args = dict(embed_dim=768, num_heads=12, **_DINOV2, **_VIMOE)
-    return _create_stock_sized("vimoe_b14", pretrained, model_args, kwargs)
+    return _create_vimoe("vimoe_b14", pretrained, dict(embed_dim=768, num_heads=12), kwargs)
 
 
 @register_model
 def vimoe_b14_shared(pretrained: bool = False, **kwargs) -> nn.Module:
     """ViMoE-B/14 with a shared expert."""
-    model_args = dict(embed_dim=768, num_heads=12, **_DINOV2, **_VIMOE, shared_expert=True)
-    return _create_stock_sized("vimoe_b14_shared", pretrained, model_args, kwargs)
+    return _create_vimoe("vimoe_b14_shared", pretrained, dict(embed_dim=768, num_heads=12, shared_expert=True), kwargs)
