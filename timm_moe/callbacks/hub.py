@@ -284,7 +284,10 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
 def refuse_options_of_files(folder: str | Path, spec: ModelSpec | None, use_ema: bool) -> None:
     """Raise ValueError if something is asked of a folder that only a file could give."""
     if use_ema or spec not in (None, ModelSpec()):
-        raise ValueError(f"The folder {folder} states its model and has one kind of weights: name neither for it.")
+        raise ValueError(
+            f"The folder {folder} states its model and has one kind of weights: to change something, its preprocessing "
+            "for one, export it to another folder and push that."
+        )
 
 
 def _publish_folder(
