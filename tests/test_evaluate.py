@@ -234,6 +234,16 @@ def test_an_image_that_cannot_be_read_is_named(data, model, tmp_path, workers, k
         evaluate([model], image_folder(tmp_path, "val"), inference=inference)
 
 
+def test_an_image_that_does_not_match_its_checksum(data, model, tmp_path):
+    shutil.copytree(data / "val", tmp_path / "val")
+    file = tmp_path / "val/class1/3.png"
+    content = bytearray(file.read_bytes())
+    content[content.index(b"IEND") - 5] ^= 1  # the last byte of the pixels' checksum
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^The image {re.escape(str(file))} cannot be read: [^\n]+$"):
+        evaluate([model], image_folder(tmp_path, "val"), inference=HERE)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

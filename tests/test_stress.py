@@ -23,14 +23,16 @@ def run(name, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("number", [46, whole(1012)])
+@pytest.mark.parametrize("number", [69, whole(1035)])
 def test_damaged_and_hostile_files(number):
     assert f"| all |  | {number} |" in run("damage", "--number", number)
 
 
 @pytest.mark.parametrize(("number", "only"), [(0, "export --overwrite"), whole(20, "")])
 def test_killed_while_writing(number, only):
-    assert "no config.json 2" in run("kill_writing", "--random", number, "--only", only)
+    output = run("kill_writing", "--random", number, "--only", only)
+    assert "no config.json 2" in output
+    assert "export --overwrite, two at once: one of them whole" in output
 
 
 @pytest.mark.skipif("TIMM_SCRIPTS" not in os.environ, reason="TIMM_SCRIPTS does not name a folder with timm's train.py")

@@ -190,7 +190,12 @@ class _Images(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         try:
             file, label = self.reader[index]
-            image = Image.open(file).convert(self.mode)
+            image = Image.open(file)
+            if image.format == "PNG":  # its checksums are not looked at in decoding
+                image.verify()
+                file.seek(0)
+                image = Image.open(file)
+            image = image.convert(self.mode)
         except Exception as error:  # a damaged image may end in anything
             raise _UnreadableImage(
                 f"The image {self.reader.filename(index, absolute=True)} cannot be read: {describe(error)}"

@@ -7,7 +7,7 @@ so on until it gets through; then at random moments while an export of 20 MB wri
 stands under the output's name must be what was there before, or whole, or, where a folder is overwritten, a folder
 without the file that makes sense of the others: config.json, which every loader asks for, or routes.json. Then the same
 command must get through, and leave nothing of what was left behind: in the output, beside it, or in the system's
-temporary folder.
+temporary folder. Two exports that write to one folder at once must leave one of them whole.
 """
 
 import argparse
@@ -181,12 +181,7 @@ def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
     for _ in range(number):
         for name, content in before.items():
             (folder / name).write_bytes(content)
-        child = os.fork()
-        if child == 0:
-            os.chdir(folder)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            os.dup2(2, 1)
-            os._exit(main(command))
+        child = start(command, folder)
         while not list(folder.glob("out/.timm_moe.partial/*")) and os.waitpid(child, os.WNOHANG)[0] == 0:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1) if rng.random() < 0.5 else rng.uniform(0, 3))
@@ -206,6 +201,38 @@ def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
     return found
 
 
+def start(arguments: list[str], folder: Path) -> int:
+    """A command in a forked process, silent."""
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(2, 1)
+        os._exit(main(arguments))
+    return child
+
+
+def race(number: int, originals: Path, folder: Path, *options: str) -> Counter:
+    """Export two checkpoints to one folder at once: it must hold one of them, which its command did not refuse."""
+    sources, found = ("last.pth.tar", "other/last.pth.tar"), Counter()
+    shutil.copytree(originals, folder)
+    alone = []
+    for source in sources:
+        assert run(["export", source, "out", "--overwrite"], folder).status == 0
+        alone.append(contents(folder))
+    for _ in range(number):
+        if not options:
+            shutil.rmtree(folder / "out")
+        children = [start(["export", source, "out", *options], folder) for source in sources]
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        result = contents(folder)
+        wrote = [expected for expected, status in zip(alone, statuses, strict=True) if status == 0]
+        outcome = "one of them whole" if result in wrote and not hidden(folder) else "FAILED"
+        found[outcome] += 1
+        found["the other refused"] += len(wrote) == 1
+    return found
+
+
 def run_all(number: int, seed: int, only: str = "") -> dict[str, Counter]:
     torch.set_num_threads(1)
     found: dict[str, Counter] = defaultdict(Counter)
@@ -215,6 +242,9 @@ def run_all(number: int, seed: int, only: str = "") -> dict[str, Counter]:
         for name in COMMANDS:
             if only in name:
                 found[name] = kill_everywhere(name, originals, Path(temporary, "case"))
+        for name, options in (("export, two at once", []), ("export --overwrite, two at once", ["--overwrite"])):
+            if only in name:
+                found[name] = race(max(number, 3), originals, Path(temporary, name), *options)
         if number:
             found["export --overwrite of 20 MB, at random"] = kill_at_random(number, seed, Path(temporary, "large"))
     return found
