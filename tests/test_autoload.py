@@ -111,3 +111,106 @@ assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Imp
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+#: As timm 1.0.22, which has no tasks.
+OLD_TIMM = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "timm.task":
+            raise ModuleNotFoundError("No module named 'timm.task'", name="timm.task")
+sys.meta_path.insert(0, Missing())
+"""
+#: Nothing of ours may be there: no name in the registry, nothing wrapped, no hook in any optimizer.
+UNTOUCHED = """
+import sys, timm, timm.optim, timm.scheduler, timm.utils, torch
+assert not [name for name in timm.list_models() if "moe" in name or name.startswith(("vit_xtiny", "pit_xs_32"))]
+functions = (timm.optim.create_optimizer_v2, timm.scheduler.create_scheduler_v2, timm.utils.adaptive_clip_grad,
+             timm.utils.clip_grad.adaptive_clip_grad, timm.scheduler.scheduler.Scheduler.step,
+             timm.scheduler.PlateauLRScheduler.step_update)
+assert not [function for function in functions if hasattr(function, "__wrapped__")]
+assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+"""
+IMPORT_FAILS = """
+for attempt in range(2):
+    try:
+        import timm_moe
+    except {error} as error:
+        print(error)
+    else:
+        raise SystemExit("imported")
+"""
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
+    import timm
+
+    attempts = IMPORT_FAILS.format(error="ImportError")
+    done = run(OLD_TIMM + "import timm\n" + UNTOUCHED + attempts + UNTOUCHED, TIMM_MOE_AUTOLOAD=switch)
+    assert done.returncode == 0, done.stderr
+    sentence = f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
+    assert done.stdout == f"{sentence}\n" * 2
+    told = f"timm_moe could not be loaded, its models are missing: ImportError: {sentence}"
+    assert done.stderr.count(told) == int(switch)
+
+
+#: A line to break, among the hooks or in the models.
+LATE_FAILURES = {
+    "hooks": ("callbacks/timm_hooks.py", "    for hook in (ewa.before_step", "    raise RuntimeError('broken')\n"),
+    "models": ("models/mixin.py", "class MoeMixin", "raise RuntimeError('broken')\n"),
+}
+
+
+@pytest.mark.parametrize("where", LATE_FAILURES)
+def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
+    file, line, broken = LATE_FAILURES[where]
+    path = installation / "timm_moe" / file
+    source = path.read_text()
+    assert source.count(line) == 1
+    path.write_text(source.replace(line, broken + line))
+    code = "import timm\n" + UNTOUCHED + IMPORT_FAILS.format(error="RuntimeError") + UNTOUCHED
+    done = run(code, installation)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "broken\n" * 2
+    assert "timm_moe could not be loaded, its models are missing: RuntimeError: broken" in done.stderr
+
+
+def test_a_model_registered_before_a_failure_is_not_built(installation):
+    """timm cannot forget a name, so what came before the failure must not train without its averaging."""
+    path = installation / "timm_moe/models/widenet.py"
+    path.write_text("raise RuntimeError('broken')\n")
+    code = """
+import timm, timm.optim
+assert not hasattr(timm.optim.create_optimizer_v2, "__wrapped__")
+for name in timm.list_models("*moe*"):
+    try:
+        timm.create_model(name)
+    except ImportError as error:
+        assert "timm_moe could not be loaded" in str(error), error
+    else:
+        raise SystemExit(name)
+    break
+"""
+    done = run(code, installation)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installing_twice_wraps_once():
+    code = """
+import sys, timm, timm_moe, timm.scheduler, torch
+from timm_moe.callbacks import timm_hooks
+hooks = list(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)
+timm_hooks.install()
+assert not hasattr(timm.scheduler.create_scheduler_v2.__wrapped__, "__wrapped__")
+assert not hasattr(timm.scheduler.scheduler.Scheduler.step.__wrapped__, "__wrapped__")
+assert list(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks) == hooks
+timm_hooks.uninstall()
+assert not hasattr(timm.scheduler.create_scheduler_v2, "__wrapped__")
+assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+timm_hooks.install()
+assert not hasattr(timm.scheduler.create_scheduler_v2.__wrapped__, "__wrapped__")
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr

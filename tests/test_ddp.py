@@ -14,15 +14,17 @@ from conftest import SMALL_VIT
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from timm_moe import ExpertWeightAveraging, MemberLoss, auxiliary_loss, moe_layers
 
 
-def start(rank, folder):
+def start(rank, folder, processes=2):
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    rendezvous = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
 
 
 def worker(rank, folder, batch_size):
@@ -52,6 +54,75 @@ def worker(rank, folder, batch_size):
     assert sum("EWA" in record for record in records) == (rank == 0)
     torch.save({"model": model.state_dict(), "layers": len(moe_layers(model))}, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def redundancy_worker(rank, folder, processes):
+    """ZeroRedundancyOptimizer, whose processes update parts of the parameters each, trains as the whole optimizer."""
+    start(rank, folder, processes)
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("timm_moe").addHandler(handler)
+
+    def begin(zero):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+        options = dict(lr=1e-2)
+        if zero:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+        timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=6)
+        return model, optimizer
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            model(torch.randn(2, 3, 32, 32)).square().mean().backward()  # the same on all ranks: DDP is not needed
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, reference = begin(zero=False)
+    train(whole, reference, range(6))
+    model, optimizer = begin(zero=True)
+    train(model, optimizer, range(3))
+    optimizer.consolidate_state_dict(to=0)
+    saved = [{"model": model.state_dict(), "optimizer": optimizer.state_dict()} if rank == 0 else None]
+    torch.distributed.broadcast_object_list(saved)
+    resumed, optimizer = begin(zero=True)
+    resumed.load_state_dict(saved[0]["model"])
+    optimizer.load_state_dict(saved[0]["optimizer"])
+    assert ExpertWeightAveraging.of(optimizer).updates == 3
+    train(resumed, optimizer, range(3, 6))
+    assert ExpertWeightAveraging.of(optimizer).updates == 6
+    for (path, tensor), expected in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(tensor, expected, msg=path)
+    assert not records
+    # The state of a dense model is refused as ever, by the process that holds it.
+    dense = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]} if rank == 0 else None
+    model, optimizer = begin(zero=True)
+    names = [name for name, _ in model.named_parameters()]
+    index = names.index("blocks.1.mlp.fc1.weight")
+    if rank == 0:
+        dense["state"][index] = {key: torch.zeros(128, 32) for key in ("exp_avg", "exp_avg_sq")} | {
+            "step": torch.ones(())
+        }
+    saved = [dense]
+    torch.distributed.broadcast_object_list(saved)
+    optimizer.load_state_dict(saved[0])
+    mine = any(
+        parameter is model.get_parameter(names[index]) for parameter in optimizer.optim.param_groups[0]["params"]
+    )
+    if mine:
+        with pytest.raises(ValueError, match="that of a dense model"):
+            optimizer.optim.step()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sharded_optimizer_is_averaged_and_resumed(tmp_path, processes):
+    torch.multiprocessing.spawn(redundancy_worker, (str(tmp_path), processes), nprocs=processes)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")

@@ -3,6 +3,8 @@
 import copy
 import gc
 import logging
+import threading
+from operator import attrgetter
 
 import pytest
 import timm
@@ -11,11 +13,16 @@ from conftest import SMALL_VIT
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.optim import create_optimizer_v2
+from timm.optim.lookahead import Lookahead
+from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
+from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
 from timm_moe.callbacks.ewa import UPDATES, average_
+from timm_moe.layers import MoeMlp, WeakRegistry
 from timm_moe.schedules import SCHEDULES
 
 
@@ -107,10 +114,18 @@ def train_step(model, optimizer, seed, scaler=None):
         scaler.update()
 
 
+def spreads(model):
+    """Of every stacked parameter, the largest deviation of an expert from the mean."""
+    stacked = {
+        f"{path}.{name}": parameter.detach()
+        for path, layer in timm_moe.moe_layers(model).items()
+        for name, parameter in layer.named_expert_parameters()
+    }
+    return {name: (weight - weight.mean(0)).abs().max().item() for name, weight in stacked.items()}
+
+
 def spread(model):
-    """Largest deviation of an expert from the mean."""
-    weights = [layer.fc1.weight.detach() for layer in timm_moe.moe_layers(model).values()]
-    return max((weight - weight.mean(0)).abs().max().item() for weight in weights)
+    return max(spreads(model).values())
 
 
 def averaged(model, opt="adamw", rate=0.75, schedule="constant", total_updates=10, **opt_kwargs):
@@ -331,3 +346,454 @@ def test_averaging_by_blocks_is_averaging(monkeypatch, num_experts):
     torch.testing.assert_close(by_parts, whole, rtol=0, atol=1e-6)
     transposed = average_(stacked.mT.contiguous().mT, 0.1)  # not contiguous, so it is taken whole
     torch.testing.assert_close(transposed, whole, rtol=0, atol=1e-6)
+
+
+# --- what is averaged: asked anew at each step
+
+
+def values(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def still_step(model, optimizer):
+    """A step that moves nothing by itself, so that all that moves was averaged."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def apart(model):
+    """The model with experts that differ in every parameter; its biases begin equal."""
+    for layer in timm_moe.moe_layers(model).values():
+        for _, stacked in layer.named_expert_parameters():
+            nn.init.normal_(stacked)
+    return model
+
+
+def moved(model, before):
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+
+
+EXPERTS = {
+    f"blocks.{block}.mlp.{name}.{kind}" for block in (1, 3) for name in ("fc1", "fc2") for kind in ("weight", "bias")
+}
+
+
+@pytest.mark.parametrize("left_out", [None, *sorted(EXPERTS)])
+def test_every_parameter_of_the_experts_is_averaged_and_no_other(ewa_vit, left_out):
+    parameters = [parameter for name, parameter in ewa_vit.named_parameters() if name != left_out]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS - {left_out}
+    assert {name for name, spread in spreads(ewa_vit).items() if spread > 1e-6} == {left_out} - {None}
+
+
+def test_frozen_experts_stay_where_they_are(ewa_vit, caplog):
+    frozen = {"blocks.1.mlp.fc2.weight", "blocks.3.mlp.fc1.bias"}
+    ewa_vit.get_parameter("blocks.1.mlp.fc2.weight").requires_grad_(False)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.3, "constant", total_updates=3)
+    ewa_vit.get_parameter("blocks.3.mlp.fc1.bias").requires_grad_(False)  # since then
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS - frozen
+    for name in frozen:
+        ewa_vit.get_parameter(name).requires_grad_()
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS
+    for parameter in ewa_vit.blocks.parameters():
+        parameter.requires_grad_(False)
+    before = values(ewa_vit)
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == set()
+    assert averaging.updates == 3
+    assert not caplog.messages
+
+
+def test_the_plain_function_averages_frozen_experts_as_it_is_told(ewa_vit):
+    before = values(apart(ewa_vit).requires_grad_(False))
+    timm_moe.average_experts_(ewa_vit, 0.3)
+    assert moved(ewa_vit, before) == EXPERTS
+
+
+@pytest.mark.parametrize("by_timm", [False, True])
+def test_experts_that_come_later_are_averaged_from_then_on(ewa_vit, caplog, by_timm):
+    first, later = ewa_vit.blocks[1].mlp, ewa_vit.blocks[3].mlp
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.0)
+    if by_timm:
+        create_scheduler_v2(optimizer, sched="none", num_epochs=1, updates_per_epoch=2)
+    else:
+        ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == {name for name in EXPERTS if "blocks.1" in name}
+    optimizer.add_param_group({"params": later.parameters()})
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_experts_beside_the_averaged_ones_are_told_of(ewa_vit, caplog):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    ExpertWeightAveraging(ewa_vit.blocks[1], optimizer, total_updates=2)
+    for _ in range(2):
+        still_step(ewa_vit, optimizer)
+    assert len(caplog.messages) == 1
+    assert "nothing averages the experts" in caplog.text
+    assert "(those in blocks.3.mlp)" in caplog.text
+
+
+def test_routers_alone_need_no_averaging(caplog):
+    model = timm.create_model("vit_tiny_moe", num_experts=2, share_rate=0.3, **SMALL_VIT)
+    optimizer = torch.optim.SGD([model.blocks[1].mlp.router.weight, *model.head.parameters()], lr=0.1)
+    create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=2)
+    assert ExpertWeightAveraging.of(optimizer) is None
+    with pytest.raises(ValueError, match="trains no expert layer"):
+        ExpertWeightAveraging(model, optimizer, total_updates=2)
+    still_step(model, optimizer)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.15, 0.6), (0.0, 0.6)])
+def test_what_two_layers_share_is_averaged_once_at_the_rate_of_the_first(ewa_vit, rates):
+    first, second = ewa_vit.blocks[1].mlp, ewa_vit.blocks[3].mlp
+    for layer, rate in zip((first, second), rates, strict=True):
+        layer.share_rate, layer.share_schedule = rate, "constant"
+    second.fc1.weight = first.fc1.weight
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    old = first.fc1.weight.detach().clone()
+    still_step(ewa_vit, optimizer)
+    new = first.fc1.weight.detach()
+    torch.testing.assert_close(new - new.mean(0), (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
+    timm_moe.average_experts_(ewa_vit, 0.3)
+    newest = first.fc1.weight.detach()
+    torch.testing.assert_close(newest - newest.mean(0), 0.6 * (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+COMPUTED = {
+    "pruned": lambda module: prune.random_unstructured(module, "weight", 0.5),
+    "weight norm": lambda module: nn.utils.parametrizations.weight_norm(module),
+    "parametrized": lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_experts_computed_from_other_parameters_are_refused(ewa_vit, how):
+    for asked_before in (True, False):
+        model = copy.deepcopy(ewa_vit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if asked_before:
+            averaging = ExpertWeightAveraging(model, optimizer, total_updates=2)
+        COMPUTED[how](model.blocks[3].mlp.fc2)
+        before = values(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        message = r"fc2.weight of the experts in blocks.3.mlp is computed from other parameters.*cannot be averaged"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step() if asked_before else ExpertWeightAveraging(model, optimizer, total_updates=2)
+        with pytest.raises(ValueError, match=message):
+            timm_moe.average_experts_(model, 0.3)
+        assert moved(model, before) == set()
+        if asked_before:
+            assert averaging.updates == 0
+
+
+def test_experts_cannot_be_replaced_by_another_shape(ewa_vit):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    weight = ewa_vit.blocks[1].mlp.fc1.weight
+    weight.data = weight.data.flatten()
+    before = values(ewa_vit)
+    with pytest.raises(ValueError, match=r"blocks.1.mlp are not there as a whole.*fc1.weight .*\(4, 128, 32\)"):
+        still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == set()
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("no rate"), 2.0])
+def test_a_schedule_that_fails_leaves_all_as_it_was(ewa_vit, answer):
+    answers = [0.3, answer, 0.3]
+
+    def schedule(progress):
+        asked.append(progress)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    asked = []
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, schedule=schedule, total_updates=4)
+    train_step(ewa_vit, optimizer, 0)
+    before = values(ewa_vit)
+    with pytest.raises((RuntimeError, ValueError)):
+        train_step(ewa_vit, optimizer, 1)
+    assert moved(ewa_vit, before) == set()
+    assert averaging.updates == 1
+    train_step(ewa_vit, optimizer, 1)
+    assert averaging.updates == 2
+    assert asked == [0.25, 0.5, 0.5]
+
+
+# --- optimizers that work by another one
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation in its usual shape."""
+
+    def __init__(self, params, base, rho=0.05, **kwargs):
+        super().__init__(params, dict(rho=rho, **kwargs))
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["old"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.01)
+
+    @torch.no_grad()
+    def second_step(self):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.copy_(self.state[parameter]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure=None):
+        assert closure is not None, "SAM needs a closure"
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+def backward(model, optimizer, seed):
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    model(torch.randn(4, 3, 32, 32)).square().mean().backward()
+
+
+def by_closure(model, optimizer, seed):
+    backward(model, optimizer, seed)
+    optimizer.step(lambda: backward(model, optimizer, seed))
+
+
+def by_hand(model, optimizer, seed):
+    backward(model, optimizer, seed)
+    optimizer.first_step()
+    backward(model, optimizer, seed)
+    optimizer.second_step()
+
+
+@pytest.mark.parametrize("step", [by_closure, by_hand])
+@pytest.mark.parametrize("given", ["", "base_optimizer"])
+@pytest.mark.parametrize("base", [torch.optim.SGD, lambda groups, lr: Lookahead(torch.optim.SGD(groups, lr=lr), k=2)])
+def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
+    reference = copy.deepcopy(ewa_vit)
+    for layer in timm_moe.moe_layers(reference).values():
+        layer.share_rate = 0.0
+    optimizer = SAM(ewa_vit.parameters(), base, lr=0.05)
+    averaging = ExpertWeightAveraging(
+        ewa_vit, attrgetter(given)(optimizer) if given else optimizer, 0.3, "constant", total_updates=5
+    )
+    by_itself = SAM(reference.parameters(), base, lr=0.05)
+    for update in range(3):
+        step(ewa_vit, optimizer, update)
+        step(reference, by_itself, update)
+        timm_moe.average_experts_(reference, 0.3)
+        assert averaging.updates == update + 1
+        for a, b in zip(ewa_vit.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    assert not caplog.messages
+    assert ExpertWeightAveraging.of(optimizer) is ExpertWeightAveraging.of(optimizer.base_optimizer) is averaging
+
+
+def test_a_step_that_raised_does_not_stop_the_averaging(ewa_vit):
+    optimizer = SAM(ewa_vit.parameters(), torch.optim.SGD, lr=0.05)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=9)
+    backward(ewa_vit, optimizer, 0)
+    with pytest.raises(AssertionError, match="needs a closure"):
+        optimizer.step()
+    by_hand(ewa_vit, optimizer, 0)  # cannot be told from a part of the step that raised
+    for update in range(1, 3):
+        by_hand(ewa_vit, optimizer, update)
+        assert averaging.updates == update
+        assert spread(ewa_vit) < 1e-6
+    with pytest.raises(AssertionError, match="needs a closure"):
+        optimizer.step()
+    by_closure(ewa_vit, optimizer, 3)
+    assert averaging.updates == 3
+    assert spread(ewa_vit) < 1e-6
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("when", ["prepared", "before", "by timm"])
+def test_an_optimizer_prepared_by_accelerate(ewa_vit, caplog, scaled, when):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.05)
+    if when == "before":
+        averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=5)
+    model, optimizer = accelerator.prepare(ewa_vit, optimizer)
+    if scaled:  # as with mixed_precision="fp16", which Accelerate has on GPUs only
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        optimizer = accelerate.optimizer.AcceleratedOptimizer(optimizer.optimizer, scaler=scaler)
+    if when == "prepared":
+        averaging = ExpertWeightAveraging(model, optimizer, 0.75, "constant", total_updates=5)
+    if when == "by timm":
+        for layer in timm_moe.moe_layers(ewa_vit).values():
+            layer.share_rate, layer.share_schedule = 0.75, "constant"
+        create_scheduler_v2(optimizer, sched="none", num_epochs=5, updates_per_epoch=1)
+    averaging = ExpertWeightAveraging.of(optimizer)
+    counts = []
+    for batch in range(6):
+        skipped = scaled and batch == 3
+        with accelerator.accumulate(model):
+            loss = model(torch.randn(4, 3, 32, 32)).square().mean() * (float("nan") if skipped else 1)
+            (scaler.scale(loss) if scaled else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(averaging.updates)
+        assert spread(ewa_vit) > 1e-3 if not averaging.updates else spread(ewa_vit) < 1e-6
+    assert counts == [0, 1, 1, 1, 1, 2] if scaled else [0, 1, 1, 2, 2, 3]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_optimizer_without_torchs_hooks(ewa_vit):
+    """torch's PostLocalSGDOptimizer has neither hooks nor defaults of its own."""
+
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    class Averager:
+        def average_parameters(self, params):
+            ewa_vit.blocks[1].mlp.fc1.weight.data[0] += 1  # after the inner step
+
+    inner = torch.optim.SGD(ewa_vit.parameters(), lr=0.05)
+    optimizer = PostLocalSGDOptimizer(inner, Averager())
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=5)
+    for update in range(2):
+        backward(ewa_vit, inner, update)
+        optimizer.step()
+        assert averaging.updates == update + 1
+        assert spread(ewa_vit) < 1e-6
+
+
+def test_what_is_no_optimizer_is_refused_in_a_sentence(ewa_vit):
+    class Engine:
+        param_groups = ()
+
+    with pytest.raises(TypeError, match=r"A Engine is no torch.optim.Optimizer, so its steps cannot be followed."):
+        ExpertWeightAveraging(ewa_vit, Engine(), total_updates=5)
+
+
+def test_a_step_replaced_beforehand_is_refused(ewa_vit):
+    class Unhooked(Lookahead):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    optimizer = Unhooked(torch.optim.SGD(ewa_vit.parameters(), lr=0.05))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own in the place of the one without hooks
+    with pytest.raises(ValueError, match="The steps of this Unhooked cannot be followed"):
+        ExpertWeightAveraging(ewa_vit, optimizer, total_updates=5)
+
+
+# --- optimizers older than the experts
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_optimizer_older_than_the_experts_is_told_at_its_first_step(dense_vit, router, steps_before):
+    optimizer = torch.optim.AdamW(dense_vit.parameters(), lr=1e-3)
+    for update in range(steps_before):
+        train_step(dense_vit, optimizer, update)
+    timm_moe.convert_to_moe(dense_vit, num_experts=2, router=router)
+    before = values(dense_vit)
+    with pytest.raises(ValueError, match=r"older than the experts in blocks.1.mlp.*after convert_to_moe"):
+        train_step(dense_vit, optimizer, 0)
+    assert moved(dense_vit, before) == set()
+
+
+def test_experts_added_to_an_older_optimizer_are_trained(dense_vit, caplog):
+    optimizer = torch.optim.SGD(dense_vit.parameters(), lr=0.1)
+    timm_moe.convert_to_moe(dense_vit, num_experts=2, share_rate=0)
+    for layer in timm_moe.moe_layers(dense_vit).values():
+        optimizer.add_param_group({"params": layer.parameters()})
+    train_step(dense_vit, optimizer, 0)
+    other = torch.optim.SGD(copy.deepcopy(dense_vit).parameters(), lr=0.1)
+    other.step()
+    assert not caplog.messages
+
+
+def test_frozen_experts_need_not_be_trained(dense_vit):
+    optimizer = torch.optim.SGD(dense_vit.parameters(), lr=0.1)
+    timm_moe.convert_to_moe(dense_vit, num_experts=2)
+    for layer in timm_moe.moe_layers(dense_vit).values():
+        layer.requires_grad_(False)
+    train_step(dense_vit, optimizer, 0)
+
+
+def test_what_was_replaced_is_not_kept_alive(dense_vit):
+    weights = [layer.mlp.fc1.weight for layer in dense_vit.blocks]
+    timm_moe.convert_to_moe(dense_vit, num_experts=2)
+    layer = dense_vit.blocks[1].mlp
+    assert [parameter is weights[1] for parameter in layer.replaced] == [True]
+    assert not list(copy.deepcopy(layer).replaced)
+    del weights
+    gc.collect()
+    assert not list(layer.replaced)
+
+
+# --- several threads
+
+
+def test_the_registry_bears_threads():
+    class Item:
+        pass
+
+    registry = WeakRegistry()
+    kept = [Item() for _ in range(3)]
+    for item in kept:
+        registry.add(item)
+    registry.add(kept[0])
+    iterator = iter(registry)
+    late = Item()
+    registry.add(late)
+    assert list(iterator) == kept
+    assert list(registry) == [*kept, late]
+    registry.discard(kept[1])
+    del late
+    assert list(registry) == [kept[0], kept[2]]
+    assert kept[0] in registry
+    assert kept[1] not in registry
+    assert not list(copy.deepcopy(registry))
+    added = [[Item() for _ in range(300)] for _ in range(4)]
+    threads = [threading.Thread(target=lambda items=items: [registry.add(item) for item in items]) for items in added]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen = list(registry)
+        assert len(set(map(id, seen))) == len(seen)
+    assert {id(item) for items in added for item in items} <= {id(item) for item in registry}
+
+
+def test_models_may_be_copied_while_another_thread_trains(ewa_vit):
+    optimizer, _ = averaged(ewa_vit)
+    layer, stop = ewa_vit.blocks[1].mlp, threading.Event()
+
+    def copy_layers():
+        while not stop.is_set():
+            assert copy.deepcopy(layer) in MoeMlp.alive
+
+    thread = threading.Thread(target=copy_layers)
+    thread.start()
+    try:
+        for _ in range(100):
+            still_step(ewa_vit, optimizer)
+    finally:
+        stop.set()
+        thread.join()

@@ -1,5 +1,6 @@
 """Two processes under FSDP2 (gloo): the same weights as in one process, averaged and exported."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from timm_moe import (
@@ -31,6 +32,7 @@ from timm_moe import (
     expert_placement,
     export_dense,
     moe_layers,
+    to_dense,
 )
 from timm_moe.callbacks.ewa import average_
 
@@ -41,11 +43,12 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3
 
 
-def start(rank, folder):
+def start(rank, folder, processes=2):
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    return init_device_mesh("cpu", (2,))
+    rendezvous = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
+    return init_device_mesh("cpu", (processes,))
 
 
 def shard(model, mesh, **options):
@@ -172,6 +175,68 @@ def tensor_worker(rank, folder):
         ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=3)
     assert ExpertWeightAveraging.of(optimizer) is None
     torch.distributed.destroy_process_group()
+
+
+# --- FSDP1, which holds all parameters of a module in one flat tensor, and flat shards of that
+
+
+def flat_worker(rank, folder, processes):
+    start(rank, folder, processes)
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("timm_moe").addHandler(handler)
+    for use_orig_params in (True, False):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+        whole = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
+        reference = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+        reference.load_state_dict(whole)
+        sharded = FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=torch.device("cpu"), sync_module_states=False
+        )
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
+        if processes == 1 and use_orig_params:  # nothing is cut, so all is as without it
+            ExpertWeightAveraging(sharded, optimizer, 0.3, "constant", total_updates=3)
+            sharded(torch.randn(2, 3, 32, 32)).mean().backward()
+            optimizer.step()
+            average_experts_(reference, 0.3)
+            averaged = model.blocks[1].mlp.fc1.weight
+            torch.testing.assert_close(averaged, reference.blocks[1].mlp.fc1.weight)
+            assert not records
+            continue
+        with pytest.raises(ValueError, match=r"blocks.1.mlp are not there as a whole.*FullyShardedDataParallel does"):
+            ExpertWeightAveraging(sharded, optimizer, total_updates=3)
+        for refused in (average_experts_, lambda sharded, beta: to_dense(sharded)):
+            with pytest.raises(ValueError, match="are not there as a whole"):
+                refused(sharded, 0.3)
+        if use_orig_params:
+            with pytest.raises(ValueError, match="are not there as a whole"):
+                timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
+        else:
+            timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
+        assert ExpertWeightAveraging.of(optimizer) is None
+        for _ in range(2):
+            sharded(torch.randn(2, 3, 32, 32)).mean().backward()
+            optimizer.step()
+        assert len(records) == 1
+        assert "EWA: nothing averages the experts" in records.pop()
+        # The whole weights are averaged as those of any model, and nothing was moved before.
+        with FullyShardedDataParallel.summon_full_params(sharded):
+            for path, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.detach(), whole[path], rtol=0, atol=0)
+            average_experts_(sharded, 0.3)
+        average_experts_(reference, 0.3)
+        with FullyShardedDataParallel.summon_full_params(sharded):
+            for (path, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected, msg=path)
+        assert not records
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_flat_shards_are_refused_before_a_weight_moves(tmp_path, processes):
+    torch.multiprocessing.spawn(flat_worker, (str(tmp_path), processes), nprocs=processes)
 
 
 def test_sharded_tensors_are_averaged_locally_or_refused(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from conftest import SMALL_VIT
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
-from timm.utils import CheckpointSaver, ModelEmaV3
+from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch import nn
 
 import timm_moe
@@ -198,6 +198,29 @@ def test_first_steps_that_the_scaler_skips_are_not_counted(ewa_vit, caplog):
     assert averaging.updates == 9 - skipped
 
 
+@pytest.mark.parametrize("updates_per_epoch", [1, 3])
+@pytest.mark.parametrize("told_of_updates", [False, True])
+def test_an_epoch_that_the_scaler_skips_is_not_counted(ewa_vit, caplog, updates_per_epoch, told_of_updates):
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=4, updates_per_epoch=updates_per_epoch)
+    averaging = ExpertWeightAveraging.of(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with caplog.at_level(logging.INFO):
+        for epoch in range(3):
+            for batch in range(updates_per_epoch):
+                loss = ewa_vit(torch.randn(2, 3, 32, 32)).square().mean() * (1 if epoch == 2 else float("nan"))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if told_of_updates:
+                    scheduler.step_update(epoch * updates_per_epoch + batch + 1)
+            scheduler.step(epoch + 1)
+            assert averaging.updates == (updates_per_epoch if epoch == 2 else 0)
+    assert "continues" not in caplog.text
+    assert all(parameter._post_accumulate_grad_hooks in (None, {}) for parameter in ewa_vit.parameters())
+
+
 def test_a_second_scheduler_is_a_new_run(ewa_vit):
     optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.1)
     for epochs in (2, 20):  # nothing trained in between: the second one counts
@@ -250,3 +273,57 @@ def test_the_saved_checkpoint_is_exported(tmp_path, use_ema):
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(stock(x), source(x))
     assert not timm_moe.moe_layers(stock)
+
+
+def clipped(model, clip):
+    """Gradients by name after clipping."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = 0.1 * torch.randn_like(parameter)
+    clip([parameter for parameter in model.parameters() if parameter is not model.head.weight])
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("road", ["function", "dispatch", "tensor"])
+def test_adaptive_clipping_is_that_of_the_dense_networks_one_by_one(ewa_vit, road):
+    with torch.no_grad():
+        for name, parameter in ewa_vit.named_parameters():
+            if ".1.mlp." in name or ".3.mlp." in name:  # rows and experts of norms of their own
+                parameter.normal_().mul_(
+                    10 ** torch.linspace(-2, 1, parameter.shape[0]).view(-1, *[1] * (parameter.ndim - 1))
+                )
+    roads = {
+        "function": lambda parameters: timm.utils.adaptive_clip_grad(iter(parameters), 0.05),
+        "dispatch": lambda parameters: dispatch_clip_grad(parameters, 0.05, mode="agc"),
+        "tensor": lambda parameters: [timm.utils.adaptive_clip_grad(parameter, 0.05) for parameter in parameters],
+    }
+    gradients = clipped(ewa_vit, roads[road])
+    unclipped = clipped(ewa_vit, lambda parameters: None)
+    stock = importlib.import_module("timm_moe.callbacks.timm_hooks").adaptive_clip_grad
+    for name, parameter in ewa_vit.named_parameters():
+        if name == "head.weight":
+            continue
+        stacked = ".1.mlp." in name or ".3.mlp." in name
+        parts, grads = (
+            (parameter.detach(), unclipped[name]) if stacked else (parameter.detach()[None], unclipped[name][None])
+        )
+        for expert, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+            dense = nn.Parameter(part.clone())
+            dense.grad = grad.clone()
+            stock(dense, 0.05)
+            assert torch.equal(dense.grad, gradients[name][expert] if stacked else gradients[name]), name
+    weight = "blocks.1.mlp.fc1.weight"
+    kept = (gradients[weight] == unclipped[weight]).flatten(1).all(1)
+    assert kept.any()
+    assert not kept.all()
+
+
+def test_adaptive_clipping_by_timms_scaler(ewa_vit):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    ewa_vit.blocks[3].mlp.fc2.bias.requires_grad_(False)  # without a gradient
+    scaler, layer = NativeScaler("cpu"), ewa_vit.blocks[1].mlp
+    loss = 1e4 * ewa_vit(torch.randn(4, 3, 32, 32)).square().mean()
+    scaler(loss, optimizer, clip_grad=0.01, clip_mode="agc", parameters=ewa_vit.parameters())
+    for stacked in (layer.fc1.weight, layer.fc2.weight):
+        limits = 0.01 * stacked.detach().norm(dim=2).clamp(min=1e-3)  # of every row of each expert
+        assert (stacked.grad.norm(dim=2) <= limits * 1.001).all()

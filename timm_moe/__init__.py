@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import timm
+
 try:
     import timm.task
 except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -23,7 +24,7 @@ from timm.models import (
 from timm.models.tiny_vit import NormMlp
 from timm.models.vitamin import GeGluMlp
 from timm.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from .gather import get_method
 from .layers import (
@@ -332,18 +333,30 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
-def check_whole(layer: MoeMlp) -> None:
-    """Raise ValueError if a wrapper holds the experts of a layer in another form than (E, ...), as FSDP1 does."""
-    parts = dict(layer.named_expert_parameters())
-    for name, shape in layer.stacked_shapes().items():
-        holder = layer.get_submodule(name.rpartition(".")[0])
-        if parts[name].shape != shape or next(holder.parameters(), None) is None:
+def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
+    """The stacked tensors of a layer by their dense names, each of them (E, ...).
+
+    Raises:
+        ValueError: if a wrapper holds them in another form, as FSDP1 does.
+    """
+    experts: dict[str, Tensor] = {name: attrgetter(name)(layer) for name in layer.stacked_shapes}
+    for name, shape in layer.stacked_shapes.items():
+        stacked = experts[name]
+        # Such a wrapper may take the parameters out of their module altogether.
+        taken = not isinstance(stacked, nn.Parameter) and not _has_parameters(layer, name)
+        if stacked.shape != shape or taken:
             raise ValueError(
                 f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since a wrapper holds "
                 f"them in flat pieces ({name} should have the shape {tuple(shape)}): FullyShardedDataParallel does; "
                 "take fully_shard (FSDP2) with timm_moe.expert_placement, or work on the whole weights, within "
                 "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
             )
+    return experts
+
+
+def _has_parameters(layer: MoeMlp, name: str) -> bool:
+    """Whether the module that a parameter of this name belongs to has any."""
+    return next(layer.get_submodule(name.rpartition(".")[0]).parameters(), None) is not None
 
 
 def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -> ModelT:
@@ -382,7 +395,7 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
     model = unwrap_model(model)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # so that these are not copied
     for layer in memo.values():
-        check_whole(layer)
+        whole_experts(layer)  # raises
     return to_dense_(copy.deepcopy(model, memo), method, svd_ratio)
 
 
@@ -402,7 +415,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
     for layer in layers.values():
-        check_whole(layer)
+        whole_experts(layer)  # raises
     number, told = len(layers), time.monotonic()
     for done, path in enumerate(list(layers)):
         if method == "svd" or time.monotonic() - told > PROGRESS_INTERVAL:  # which takes seconds for every expert

@@ -3,13 +3,14 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert import check_whole, moe_layers
+from ..convert import moe_layers, whole_experts
 from ..distributed import local_part
 from ..layers import MoeMlp, WeakRegistry
 from ..schedules import check_share_rate, get_schedule
@@ -98,9 +99,8 @@ def average_experts_(model: nn.Module, beta: float) -> None:
 
 def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
     """The stacked parameters of a layer, (E, ...), each of which can be averaged in its place; else ValueError."""
-    check_whole(layer)
-    experts = layer.named_expert_parameters()
-    for name, stacked in experts:
+    experts: list[nn.Parameter] = []
+    for name, stacked in whole_experts(layer).items():
         if not isinstance(stacked, nn.Parameter):
             raise ValueError(
                 f"{name} of the experts in {layer.path or 'an expert layer'} is computed from other parameters, so it "
@@ -109,7 +109,8 @@ def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
                 "the forward that it hooks into is never called."
             )
         local_part(stacked)  # raises
-    return [stacked for _, stacked in experts]
+        experts.append(stacked)
+    return experts
 
 
 class ExpertWeightAveraging:
@@ -335,12 +336,16 @@ def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMl
 
 
 def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
-    """Those of the layers that have a parameter of their experts, or one these are computed from, among its own."""
+    """Those of the layers whose experts are among the optimizer's parameters, or are computed from some of them."""
     trained = _parameter_ids(optimizer)
-    return [layer for layer in layers if any(id(parameter) in trained for parameter in _experts_own(layer))]
+    return [layer for layer in layers if any(id(source) in trained for source in _sources(layer))]
 
 
-def _experts_own(layer: MoeMlp) -> list[nn.Parameter]:
+def _sources(layer: MoeMlp) -> list[Tensor]:
+    """The parameters that the experts of a layer are, or are computed from."""
+    experts: list[Tensor] = [attrgetter(name)(layer) for name in layer.stacked_shapes]
+    if all(isinstance(stacked, nn.Parameter) for stacked in experts):
+        return experts
     own = layer.named_parameters()
     return [parameter for name, parameter in own if name.partition(".")[0] not in ("router", "shared")]
 

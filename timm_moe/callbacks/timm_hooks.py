@@ -268,8 +268,9 @@ def _has_flat_parameters(optimizer: Optimizer) -> bool:
 def _refuse_dense_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise ValueError if an optimizer is that of a dense model, by its parameters or by the state that was loaded."""
     for layer in MoeMlp.alive:
-        if any(layer.replaced):
-            _refuse_replaced(optimizer, layer)
+        replaced = {id(parameter) for parameter in layer.replaced}
+        if replaced:
+            _refuse_replaced(optimizer, layer, replaced)
     for layer in layers_of_trained_experts(optimizer, MoeMlp.alive):
         for _, stacked in layer.named_expert_parameters():
             state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for other processes' parts
@@ -281,11 +282,10 @@ def _refuse_dense_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> Non
                 )
 
 
-def _refuse_replaced(optimizer: Optimizer, layer: MoeMlp) -> None:
+def _refuse_replaced(optimizer: Optimizer, layer: MoeMlp, replaced: set[int]) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trains_experts = bool(layers_of_trained_experts(optimizer, [layer]))
     frozen = not any(stacked.requires_grad for _, stacked in layer.named_expert_parameters())
-    if not trains_experts and not frozen and any(id(parameter) in held for parameter in layer.replaced):
+    if held & replaced and not frozen and not layers_of_trained_experts(optimizer, [layer]):
         raise ValueError(
             f"This optimizer is older than the experts in {layer.path}: it holds the dense weights whose place they "
             "took, and would leave them untrained. Make it anew from the model's parameters, after convert_to_moe."

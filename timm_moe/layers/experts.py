@@ -5,6 +5,7 @@ Shape suffixes: N rows at the experts, D width, E experts.
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from operator import attrgetter
 
 import torch
@@ -91,6 +92,7 @@ class Experts(Stacked):
         # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
+    @cached_property
     def stacked_shapes(self) -> dict[str, torch.Size]:
         """Shapes (E, ...) that the stacked parameters have as long as no wrapper holds them otherwise."""
         dense = self._ffn.named_parameters()

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 from typing import Any, ClassVar
 
 from torch import nn
@@ -36,6 +37,10 @@ class MoeMixin:
     dense_args: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
+        if __name__.partition(".")[0] not in sys.modules:  # timm cannot forget a name that was registered
+            raise ImportError(
+                "timm_moe could not be loaded, as a warning said: its models would train without its hooks."
+            )
         options = {name: kwargs.pop(name) for name in MOE_OPTIONS if name in kwargs}
         super().__init__(*args, **kwargs)
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
