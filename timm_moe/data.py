@@ -190,7 +190,7 @@ class _Images(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         try:
             file, label = self.reader[index]
-            image = Image.open(file)
+            image: Image.Image = Image.open(file)
             if image.format == "PNG":  # its checksums are not looked at in decoding
                 image.verify()
                 file.seek(0)
