@@ -102,16 +102,17 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     _attached[averaging] = updates_per_epoch
 
 
-def _with_router_losses(init: Any) -> Any:
-    """Give every training task the hooks that add the routers' losses to its loss."""
+def _with_router_losses(call: Any) -> Any:
+    """Let every training task add the routers' losses to its loss, however its forward ends."""
 
-    @functools.wraps(init)
-    def init_and_hook(self: TrainingTask, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.register_forward_pre_hook(aux_loss.before_task)
-        self.register_forward_hook(aux_loss.after_task)
+    @functools.wraps(call)
+    @torch.compiler.disable(recursive=False)  # timm 1.0.23 compiles the whole task; this is not for the graph
+    def call_and_add(self: TrainingTask, *args: Any, **kwargs: Any) -> Any:
+        with aux_loss.gathering(self):
+            result = call(self, *args, **kwargs)
+        return aux_loss.with_auxiliary_loss(self, result)
 
-    return init_and_hook
+    return call_and_add
 
 
 def _with_member_loss(init: Any) -> Any:
@@ -224,7 +225,7 @@ def install() -> None:
     for scheduler_class in scheduler_classes:
         scheduler_class.step = _at_scheduler_step(scheduler_class.step, "epoch")
         scheduler_class.step_update = _at_scheduler_step(scheduler_class.step_update, "num_updates")
-    TrainingTask.__init__ = _with_router_losses(TrainingTask.__init__)  # type: ignore[method-assign]
+    TrainingTask.__call__ = _with_router_losses(TrainingTask.__call__)  # type: ignore[method-assign]
     ClassificationTask.__init__ = _with_member_loss(ClassificationTask.__init__)  # type: ignore[method-assign]
     for task_class in _DISTILLATION_TASKS:
         task_class.__init__ = _without_members(task_class.__init__)
