@@ -4,6 +4,7 @@ import copy
 import importlib
 import logging
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -17,6 +18,7 @@ from timm.task import ClassificationTask, LogitDistillationTask, TrainingTask
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import timm_moe
 from timm_moe.layers import TopKRouter
@@ -206,23 +208,50 @@ def test_gradient_checkpointing_with_accumulation(name):
         for part, labels in zip(images.split(4), targets.split(4), strict=True):
             losses.append(task(part, labels)["auxiliary_loss"])
             (task(part, labels)["loss"] / 2).backward()
-        outcomes.append(gradients(model))
-        assert all(summary.load for summary in timm_moe.routing_summary(model).values())
+        outcomes.append([*gradients(model), *losses])
+        for summary, layer in zip(
+            timm_moe.routing_summary(model).values(), timm_moe.moe_layers(model).values(), strict=True
+        ):
+            assert sum(summary.load) == pytest.approx(1)
+            (record,) = layer.router.records  # of the last forward, and not of its repetition
+            assert aux_loss_module._totals[layer.router].forwards == 4
+            assert aux_loss_module._totals[layer.router].load.sum() == 4 * record.load.sum() > 0
         optimizer.step()
     assert_same(*outcomes)
 
 
 def test_gradient_checkpointing_in_a_loop_of_ones_own():
     images, targets = batch()
+
+    def around(part_of_model):
+        return lambda model, x: checkpoint(part_of_model(model), x, use_reentrant=False)
+
+    roads = {
+        "none": lambda model, x: model(x),
+        "inside": lambda model, x: (model.set_grad_checkpointing(), model(x))[1],
+        "around the model": around(lambda model: model),
+        "around its features": lambda model, x: model.forward_head(around(lambda m: m.forward_features)(model, x)),
+    }
     outcomes = []
-    for checkpointing in (False, True):
+    for call in roads.values():
         model = make_model()
-        model.set_grad_checkpointing(checkpointing)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for part, labels in zip(images.split(4), targets.split(4), strict=True):
-            loss = F.cross_entropy(model(part), labels) + timm_moe.auxiliary_loss(model)
+            loss = F.cross_entropy(call(model, part), labels) + timm_moe.auxiliary_loss(model)
             loss.backward()
+        optimizer.step()
         outcomes.append(gradients(model))
-    assert_same(*outcomes)
+    expected, *others = outcomes
+    for gradients_of_road in others:
+        assert_same(gradients_of_road, expected)
+
+
+def test_what_is_repeated_before_the_losses_were_asked_for_does_not_count():
+    images, _ = batch()
+    model = make_model()
+    model.set_grad_checkpointing(True)
+    model(images).sum().backward(retain_graph=True)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), losses_by_hand(copy.deepcopy(model), images)[1])
 
 
 def test_compiled_task_components():
@@ -274,12 +303,17 @@ def test_a_step_without_the_losses_is_refused():
     optimizer.step()
 
 
-def test_a_linear_probe_and_a_weight_of_zero_need_no_losses():
+def test_a_linear_probe_and_a_weight_of_zero_need_no_losses(caplog):
     images, targets = batch()
-    for model in (make_model(aux_loss_weight=0), make_model()):
-        trained = model if model.blocks[1].mlp.router.loss_weights == {} else model.head
+    for weight, of_model in ((0, lambda model: model), (0.01, lambda model: model.head)):
+        model = make_model(aux_loss_weight=weight)
+        trained, before = of_model(model), model.head.weight.detach().clone()
+        assert bool(model.blocks[1].mlp.router.loss_weights) == bool(weight)
         F.cross_entropy(model(images), targets).backward()
+        assert all(layer.router.has_pending_losses() == bool(weight) for layer in timm_moe.moe_layers(model).values())
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
+        assert not torch.equal(model.head.weight, before)
+        assert caplog.messages == []
 
 
 def test_no_losses_in_eval_mode_nor_without_gradients():
@@ -326,16 +360,27 @@ def test_losses_that_are_not_wanted():
     ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
     generator.set_grad_checkpointing(True)
     for _ in range(2):
-        fake = generator(images)
-        (discriminator(images).mean() + timm_moe.auxiliary_loss(discriminator)).backward()
+        fake, (_, ours_by_hand) = generator(images), losses_by_hand(copy.deepcopy(generator), images)
+        _, theirs_by_hand = losses_by_hand(copy.deepcopy(discriminator), images)
+        judged, router_loss = discriminator(images), timm_moe.auxiliary_loss(discriminator)
+        torch.testing.assert_close(router_loss, theirs_by_hand)
+        (judged.mean() + router_loss).backward()
         theirs.step()  # says nothing of the generator, whose blocks are still to be repeated
         discriminator(images + fake.mean()).mean().backward(retain_graph=True)
-        (fake.mean() + timm_moe.auxiliary_loss(generator)).backward()
+        router_loss = timm_moe.auxiliary_loss(generator)
+        torch.testing.assert_close(router_loss, ours_by_hand)
+        (fake.mean() + router_loss).backward()
         ours.step()
         theirs.zero_grad()
     discriminator(images).sum().backward()
-    (discriminator(images).sum() + timm_moe.auxiliary_loss(discriminator)).backward()
+    theirs.zero_grad()
+    judged, router_loss = discriminator(images), timm_moe.auxiliary_loss(discriminator)
+    torch.testing.assert_close(router_loss, losses_by_hand(copy.deepcopy(discriminator), images)[1])
+    (judged.sum() + router_loss).backward()
+    routers = [layer.router.weight for layer in timm_moe.moe_layers(discriminator).values()]
+    before = [weight.detach().clone() for weight in routers]
     theirs.step()
+    assert not any(torch.equal(weight, old) for weight, old in zip(routers, before, strict=True))
 
 
 def test_a_task_begins_anew():
@@ -370,19 +415,57 @@ def test_a_task_adds_the_losses_of_every_call_of_the_model():
 
 def test_a_task_in_a_task_adds_them_once():
     images, targets = batch()
-
-    class Outer(TrainingTask):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x, y):
-            return self.inner(x, y)
-
     model = make_model()
     expected = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)["loss"]
     outer = Outer(ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False))
     torch.testing.assert_close(outer(images, targets)["loss"], expected)
+
+
+class Stumbling(nn.Module):
+    """Fails after the forward of its model, when told to."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.error = None
+
+    def forward(self, x):
+        y = self.model(x)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+class Outer(TrainingTask):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, y):
+        return self.inner(x, y)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad image"), KeyboardInterrupt()], ids=["error", "interrupted"])
+@pytest.mark.parametrize("road", ["eager", "nested", "compiled"])
+def test_a_task_that_fails_leaves_nothing_behind(road, error):
+    images, targets = batch()
+    stumbling = Stumbling(make_model())
+    task = ClassificationTask(stumbling, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    task = {"eager": task, "nested": Outer(task), "compiled": torch.compile(task, backend="eager")}[road]
+    expected = task(images, targets)["loss"].detach()
+    stumbling.error = error
+    with pytest.raises(type(error)):
+        task(images, targets)
+    stumbling.error = None
+    model = stumbling.model
+    assert not any(layer.router.gathering or layer.router.records for layer in timm_moe.moe_layers(model).values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        loss = F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
+        torch.testing.assert_close(loss.detach(), expected)
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(task(images, targets)["loss"].detach(), expected)
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad"])
@@ -433,6 +516,15 @@ def test_recomputation_in_backward_leaves_no_record():
     assert timm_moe.auxiliary_loss(model) == before
 
 
+def test_reentrant_checkpointing_would_lose_the_losses():
+    images, _ = batch()
+    model = make_model()
+    x = model.patch_embed(images)
+    y = checkpoint(model.blocks, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses"):
+        (y.mean() + timm_moe.auxiliary_loss(model)).backward()
+
+
 def test_a_loss_that_is_forgotten_later_is_noticed_too():
     images, targets = batch()
     model = make_model()
@@ -453,8 +545,12 @@ def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
     model = make_model()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
+    before = copy.deepcopy(model.state_dict())
     F.cross_entropy(model(images), targets).backward()
+    assert all(layer.router.pending and layer.router.records for layer in timm_moe.moe_layers(model).values())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("case", ["no weight", "frozen", "forgotten"])
@@ -468,6 +564,63 @@ def test_nothing_piles_up(case, road):
     records = model.blocks[1].mlp.router.records
     # Where only a part of the model is called, losses wait until someone asks for them.
     assert len(records) == (3 if (case, road) == ("forgotten", "forward_features") else 1)
+
+
+def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
+    """Its records do not pile up, and it is said once what to do about it."""
+    images, targets = batch()
+    model = make_model()
+    head = nn.Linear(32, 5)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    routers = [layer.router for layer in timm_moe.moe_layers(model).values()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(6):
+            for part, labels in zip(images.split(4), targets.split(4), strict=True):
+                F.cross_entropy(head(model.forward_features(part)[:, 0]), labels).backward()
+            optimizer.step()
+            assert all(len(router.records) <= 4 for router in routers)
+    told = [str(warning.message) for warning in caught if "Nobody adds the losses of routers" in str(warning.message)]
+    assert len(told) == 1
+    assert "call eval() on them or freeze them" in told[0]
+
+
+def test_a_loop_that_never_steps_does_not_pile_up(monkeypatch):
+    monkeypatch.setattr("timm_moe.layers.records.MOST_WAITING", 3)
+    model, images = make_model(), batch()[0][:1]
+    for _ in range(3):
+        model.forward_features(images)
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="Nobody adds the losses of routers in a model that is in training mode"):
+            model.forward_features(images)
+    records = model.blocks[1].mlp.router.records
+    assert len(records) == 3
+    layers = timm_moe.moe_layers(model).values()
+    total = sum(record.weighted_loss for layer in layers for record in layer.router.records)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), total)
+    assert len(records) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
+    images, _ = batch()
+    model, other = make_model(), nn.Linear(2, 2)
+    ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        features = [model.forward_features(part) for part in images.split(4)]
+        records = len(model.blocks[1].mlp.router.records)
+        theirs.step()
+        loss = timm_moe.auxiliary_loss(model)
+        assert records == len(model.blocks[1].mlp.router.records) == 2
+        (sum(feature.mean() for feature in features) + loss).backward()
+        theirs.step()
+        ours.step()
+    outputs = model(images)
+    for _ in range(5):  # of a critic
+        theirs.step()
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, losses_by_hand(copy.deepcopy(model), images)[1])
+    (outputs.mean() + loss).backward()
 
 
 def test_roads_that_would_lose_the_losses_are_refused():
@@ -557,14 +710,17 @@ def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
 
 
 def test_other_ranks_keep_silent(caplog, monkeypatch):
-    monkeypatch.setattr(aux_loss_module, "is_primary", lambda: False)
     model = make_model()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
-    model(batch()[0])
-    timm_moe.auxiliary_loss(model)
-    with caplog.at_level(logging.INFO):
-        aux_loss_module.log_epoch(optimizer)
-    assert caplog.messages == []
+    for is_primary, lines in ((True, 2), (False, 0)):
+        monkeypatch.setattr(aux_loss_module, "is_primary", lambda is_primary=is_primary: is_primary)
+        model(batch()[0])
+        timm_moe.auxiliary_loss(model)
+        with caplog.at_level(logging.INFO):
+            caplog.clear()
+            aux_loss_module.log_epoch(optimizer)
+        assert len([message for message in caplog.messages if message.startswith("Routing in")]) == lines
+        assert len(caplog.messages) == lines
 
 
 def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):

@@ -9,6 +9,7 @@ from conftest import SMALL_VIT
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 import timm_moe
 from timm_moe.convert import select_blocks
@@ -135,3 +136,31 @@ def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):
         timm_moe.to_dense(dense_vit)
     with pytest.raises(ValueError, match="method must be one of average, sum, topk, svd, got 'best'"):
         timm_moe.to_dense(ewa_vit, method="best")
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+def test_to_dense_has_nothing_of_the_conversion(dense_vit, router):
+    """What is trained is what is trained now, the dropout is the dense network's, the mode that of now."""
+    dense_vit.blocks[1].mlp.drop1.p = 0.2
+    dense_vit.blocks[3].mlp.fc1.weight.requires_grad_(False)
+    options = dict(shared_expert=True) if router == "top_k" else {}
+    model = timm_moe.convert_to_moe(dense_vit, router=router, expert_dropout=0.5, **options)
+    assert not model.blocks[3].mlp.fc1.weight.requires_grad
+    model.requires_grad_(True)
+    model.blocks[1].mlp.fc2.requires_grad_(False)
+    model.train()
+    dense = timm_moe.to_dense(model)
+    frozen = [name for name, parameter in dense.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["blocks.1.mlp.fc2.weight", "blocks.1.mlp.fc2.bias"]
+    rates = {name: module.p for name, module in dense.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    assert rates == {"blocks.1.mlp.drop1": 0.2}
+    assert all(module.training for module in dense.modules())
+    assert not any(module.training for module in timm_moe.to_dense(model.eval()).modules())
+
+
+def test_to_dense_has_a_dropout_that_was_changed_since(dense_vit):
+    model = timm_moe.convert_to_moe(dense_vit)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    assert {module.p for module in timm_moe.to_dense(model).modules() if isinstance(module, nn.Dropout)} == {0.3}

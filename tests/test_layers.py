@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import nn
 
-from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition
+from timm_moe.layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    RandomPartition,
+    SharedExpertMlp,
+    TilingRouter,
+    TopKRouter,
+)
 
 FFNS = {
     "Mlp": lambda width, hidden: Mlp(width, hidden),
@@ -124,6 +135,73 @@ def test_dropout_inside_experts_follows_the_layers_mode():
     assert not torch.equal(layer(x)[0], layer(x)[1])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[1])
+
+
+@pytest.mark.parametrize("ffn", ["Mlp", "SwiGLU"])
+def test_dropout_inside_experts_is_found_among_the_modules(ffn):
+    torch.manual_seed(0)
+    layer = MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3, expert_dropout=0.5)
+    names = [name for name, module in layer.named_modules() if isinstance(module, nn.Dropout)]
+    assert names == ["drop1", "drop2"]
+    assert layer.state_dict().keys() == MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3).state_dict().keys()
+    x = torch.ones(4, 8)
+    for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not torch.equal(made.train()(x)[0], made(x)[1])
+        assert torch.equal(made.eval()(x)[0], made(x)[1])
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()  # Monte Carlo dropout
+        assert not torch.equal(made(x)[0], made(x)[1])
+        made.train()
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        assert torch.equal(made(x)[0], made(x)[1])
+
+
+def test_dropout_of_the_experts_is_that_of_the_shared_one_too():
+    dense = Mlp(8, 16)
+    layer = SharedExpertMlp(dense, TopKRouter(8, 2), 2, expert_dropout=0.25)
+    assert {name: m.p for name, m in layer.named_modules() if isinstance(m, nn.Dropout)} == dict.fromkeys(
+        ["drop1", "drop2", "shared.drop1", "shared.drop2"], 0.25
+    )
+    assert dense.drop1.p == 0
+
+
+LOSSES = dict(noise_std=1.0, loss_weights=dict.fromkeys(["importance", "load", "balance", "balance_top_k"], 0.1))
+ROUTERS = {
+    "random": lambda: EwaMlp(Mlp(8, 16), 4),
+    "top-k": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, **LOSSES), 4),
+    "priority": lambda: MoeMlp(
+        Mlp(8, 16), TopKRouter(8, 4, 1, capacity_factor=1.0, batch_priority=True, group_images=2, **LOSSES), 4
+    ),
+    "renorm": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, gate_mode="renorm", **LOSSES), 4),
+    "image": lambda: MoeMlp(Mlp(8, 16), ImageRouter(8, 4, 2, capacity_factor=1.0, **LOSSES), 4),
+    "shared": lambda: SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4, gate_mode="one", **LOSSES), 4),
+    "pbe": lambda: MoeMlp(Mlp(8, 16), EnsembleRouter(8, 4, ensemble_size=2, capacity_factor=1.0, **LOSSES), 4),
+    "tiling": lambda: MoeMlp(Mlp(8, 16), TilingRouter(8, 4, ensemble_size=2, **LOSSES), 4),
+    "partitioning": lambda: MoeMlp(Mlp(8, 16), PartitionedRouter(8, 4, ensemble_size=2, **LOSSES), 4),
+    "multi-head": lambda: MoeMlp(Mlp(8, 16), MultiHeadRouter(8, 4, 2, **LOSSES), 4),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_an_empty_batch_in_training_has_zero_losses_and_gradients(kind):
+    layer = ROUTERS[kind]()
+    x = torch.randn(0, 5, 8, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (0, 5, 8)
+    loss = y.sum()
+    if kind != "random":
+        (record,) = layer.router.records
+        assert [float(loss) for loss in record.losses.values()] == [0] * 4
+        loss = loss + record.weighted_loss
+    loss.backward()
+    assert x.grad.shape == x.shape
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert layer.eval()(x).shape == (0, 5, 8)
 
 
 def test_eval_mode_partition_evaluates_the_experts():

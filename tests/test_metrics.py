@@ -1,5 +1,10 @@
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from timm_moe import metrics
 
@@ -43,6 +48,38 @@ def test_probabilities_that_rounding_brings_above_one():
     for metric, perfect in ((metrics.AUROC(), 1), (metrics.FPRAt95(), 0)):
         metric.update(confidence, is_in)
         assert metric.compute() == perfect
+
+
+def slow_calibration_error(confidence, correct, bins=15):
+    """One bin after the other, each with its lower bound, the last with 1."""
+    bounds = np.linspace(0, 1, bins + 1, dtype=np.float32)
+    total = 0.0
+    for index, (low, high) in enumerate(pairwise(bounds)):
+        chosen = (confidence >= low) & ((confidence < high) | (index == bins - 1))
+        if chosen.any():
+            total += chosen.sum() * abs(correct[chosen].mean(dtype=float) - confidence[chosen].mean(dtype=float))
+    return total / len(confidence)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.5, 1, width=32) | st.just(1.0), st.booleans()), min_size=1, max_size=30))
+def test_calibration_error_has_fifteen_bins_of_which_the_last_holds_one(cases):
+    confidence = torch.tensor([confidence for confidence, _ in cases])
+    correct = torch.tensor([correct for _, correct in cases])
+    metric = metrics.CalibrationError(2, from_logits=False)
+    for part in (slice(0, 7), slice(7, None)):
+        if len(confidence[part]):
+            metric.update(torch.stack([confidence, 1 - confidence], 1)[part], (~correct).long()[part])
+    seen = torch.cat(metric.confidences).numpy()  # after a logarithm and back
+    predicted = torch.cat(metric.accuracies).numpy()
+    assert metric.compute().item() == pytest.approx(slow_calibration_error(seen, predicted), abs=1e-9)
+    np.testing.assert_allclose(seen, confidence.numpy(), atol=1e-6)
+
+
+def test_a_confidence_of_one_shares_its_bin():
+    metric = metrics.CalibrationError(2, from_logits=False)
+    metric.update(torch.tensor([[1.0, 0.0], [0.95, 0.05]]), torch.tensor([1, 0]))
+    assert metric.compute() == pytest.approx((1.95 - 1) / 2)  # with a bin of its own, (1 + 0.05) / 2
 
 
 def test_members_that_disagree_though_together_they_make_no_error():

@@ -477,6 +477,30 @@ def test_a_capacity_below_one():
         layer(torch.randn(2, 3, 5))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_capacity_below_one_is_refused_by_a_trace_too(tmp_path):
+    layer = routed(eval_capacity_factor=0.1, capacity_rounding="floor", capacity_multiple=1).eval()
+    many, few = torch.randn(8, 10, 5), torch.randn(1, 3, 5)
+    torch.jit.save(torch.jit.trace(layer, many), tmp_path / "layer.pt")
+    traced = torch.jit.load(tmp_path / "layer.pt")
+    torch.testing.assert_close(traced(many[:5]), layer(many[:5]))
+    with pytest.raises(ValueError, match="below 1"):
+        layer(few)
+    with pytest.raises(torch.jit.Error, match="capacity_factor leaves no place: this batch gives a capacity below 1"):
+        traced(few)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_priority": True}, {"group_images": 1}, {"capacity_rounding": "floor"}])
+def test_a_huge_capacity_factor_drops_nothing(options):
+    x = torch.randn(2, 30, 5)
+    layer = routed(top_k=2, capacity_factor=1e308, eval_capacity_factor=1e308, **options)
+    expected = layer(x)
+    assert layer.router.records[-1].dropped == 0
+    torch.testing.assert_close(layer.eval()(x), expected)
+    layer.router.eval_capacity_factor = None
+    torch.testing.assert_close(layer(x), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("capacity_factor", [None, 0.6])
 @pytest.mark.parametrize("top_k", [1, 2])

@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from timm.models.vitamin import GeGluMlp
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from .gather import get_method
+from .gather import average, get_method
 from .layers import (
     EnsembleRouter,
     EwaMlp,
@@ -368,6 +368,31 @@ def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -
     """
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, {**memo, **(instead or {})})
+
+
+@contextlib.contextmanager
+def dense_for_now(model: nn.Module) -> Iterator[None]:
+    """Let dense networks stand for the expert layers as long as this lasts; the layers then begin anew as these.
+
+    With it the ``init_weights`` of a stock model reaches the experts too: each family, and each mode, has its own way
+    to initialise a feed-forward network. The parameters of the layers stay the same objects.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, MoeMlp)
+    ]
+    dense = {layer: layer.to_ffn(average(layer.networks())) for _, _, layer in places}
+    for parent, name, layer in places:
+        setattr(parent, name, dense[layer])
+    try:
+        yield
+    finally:
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+    for layer, ffn in dense.items():
+        layer.begin_as(ffn)
 
 
 def without_announcements(model: ModelT) -> ModelT:

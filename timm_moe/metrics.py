@@ -16,6 +16,7 @@ from .layers.ensemble import ensemble_log_probabilities
 try:
     from torchmetrics import Metric
     from torchmetrics.classification import BinaryAUROC, BinaryROC, MulticlassCalibrationError
+    from torchmetrics.utilities import dim_zero_cat
 except ModuleNotFoundError as error:
     raise ImportError(f"timm_moe.metrics needs {error.name}: pip install torchmetrics.") from error
 
@@ -169,7 +170,14 @@ def _at_most_1(probability: Tensor) -> Tensor:
 
 
 class CalibrationError(MulticlassCalibrationError):
-    """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability."""
+    """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
+
+    A bin holds its lower bound and not its upper one, but the last: confidences of exactly 1 are in it, for which
+    torchmetrics has a bin of their own.
+    """
+
+    confidences: list[Tensor]
+    accuracies: list[Tensor]
 
     def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
         super().__init__(num_classes, n_bins, norm="l1", **kwargs)
@@ -179,6 +187,15 @@ class CalibrationError(MulticlassCalibrationError):
         """Take in a batch of outputs and their labels (B,)."""
         p_BC = ensemble_log_probabilities(log_probabilities(outputs, self.from_logits)).exp()
         super().update(_at_most_1(p_BC), labels)
+
+    def compute(self) -> Tensor:
+        """The mean over all images of the distance in their bin."""
+        confidence = dim_zero_cat(self.confidences)
+        inner_bounds = torch.linspace(0, 1, self.n_bins + 1, device=confidence.device, dtype=confidence.dtype)[1:-1]
+        index = torch.bucketize(confidence, inner_bounds, right=True)
+        excess = dim_zero_cat(self.accuracies).double() - confidence.double()
+        in_bins = excess.new_zeros(self.n_bins).index_add(0, index, excess)
+        return in_bins.abs().sum() / len(confidence)
 
 
 class AUROC(BinaryAUROC):

@@ -2,6 +2,8 @@
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,20 +121,27 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     return summaries
 
 
-@torch.compiler.disable  # timm 1.0.23 compiles the whole task; this is not for the graph
-def before_task(task: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a timm training task."""
-    for layer in _routed_layers(task):
-        layer.router.begin_task()
-        layer.router.begin_forward()
-
-
-@torch.compiler.disable
-def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, Any]:
-    """Forward hook of a timm training task: adds the routers' losses to its loss."""
+@contextmanager
+def gathering(task: nn.Module) -> Iterator[None]:
+    """A timm training task runs, in which routers gather the records of all forwards; if it fails, they forget them."""
     routers = [layer.router for layer in _routed_layers(task)]
     for router in routers:
-        router.gathering = False
+        router.begin_task()
+        router.begin_forward()
+    try:
+        yield
+    except BaseException:
+        for router in routers:
+            router.forget()
+        raise
+    finally:
+        for router in routers:
+            router.gathering = False
+
+
+def with_auxiliary_loss(task: nn.Module, result: dict[str, Any]) -> dict[str, Any]:
+    """What a timm training task returned, with the losses of its routers in its loss."""
+    routers = [layer.router for layer in _routed_layers(task)]
     if not any(router.pending and router.records for router in routers):  # not training, or a task within did it
         return result
     loss = auxiliary_loss(task)
@@ -142,8 +151,11 @@ def after_task(task: nn.Module, args: Any, result: dict[str, Any]) -> dict[str, 
 @torch.compiler.disable
 def before_step(optimizer: Optimizer, *args: Any) -> None:
     """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
-    routed = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]
+    routed: list[Any] = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]
     trained: list[Any] = trained_layers(optimizer, routed) if routed else []
+    for layer in routed:
+        if layer not in trained:
+            layer.router.see_another_step()
     forgotten = [layer.router for layer in trained if layer.router.has_pending_losses()]
     for router in forgotten:
         router.forget()

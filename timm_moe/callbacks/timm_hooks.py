@@ -158,16 +158,17 @@ def _experts_of(stacked: Tensor) -> list[Tensor]:
     return parts
 
 
-def _with_router_losses(init: Any) -> Any:
-    """Give every training task the hooks that add the routers' losses to its loss."""
+def _with_router_losses(call: Any) -> Any:
+    """Let every training task add the routers' losses to its loss, however its forward ends."""
 
-    @functools.wraps(init)
-    def init_and_hook(self: TrainingTask, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.register_forward_pre_hook(aux_loss.before_task)
-        self.register_forward_hook(aux_loss.after_task)
+    @functools.wraps(call)
+    @torch.compiler.disable(recursive=False)  # timm 1.0.23 compiles the whole task; this is not for the graph
+    def call_and_add(self: TrainingTask, *args: Any, **kwargs: Any) -> Any:
+        with aux_loss.gathering(self):
+            result = call(self, *args, **kwargs)
+        return aux_loss.with_auxiliary_loss(self, result)
 
-    return init_and_hook
+    return call_and_add
 
 
 def _with_member_loss(init: Any) -> Any:
@@ -331,7 +332,7 @@ def _install() -> None:
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
         for name, position in (("step", "epoch"), ("step_update", "num_updates")):
             _replace(scheduler_class, name, _at_scheduler_step(getattr(scheduler_class, name), position))
-    _replace(TrainingTask, "__init__", _with_router_losses(TrainingTask.__init__))
+    _replace(TrainingTask, "__call__", _with_router_losses(TrainingTask.__call__))
     _replace(ClassificationTask, "__init__", _with_member_loss(ClassificationTask.__init__))
     for task_class in _DISTILLATION_TASKS:
         _replace(task_class, "__init__", _without_members(task_class.__init__))

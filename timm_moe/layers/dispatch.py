@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .scripting import checked_in_trace
+
 ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
 
 
@@ -59,7 +61,7 @@ def expert_capacity(
     """
     if isinstance(choices, Tensor):  # in a trace, where a number would be that of the traced batch for ever
         capacity = getattr(torch, rounding)(choices.double() * capacity_factor / num_experts).long()
-        return -(-capacity // multiple_of) * multiple_of
+        return -(-checked_in_trace()(capacity) // multiple_of) * multiple_of
     capacity = ROUNDINGS[rounding](choices * capacity_factor / num_experts)
     if capacity < 1:
         raise ValueError(

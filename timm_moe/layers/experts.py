@@ -4,7 +4,7 @@ Shape suffixes: N rows at the experts, D width, E experts.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 
@@ -45,7 +45,7 @@ class Experts(Stacked):
 
     Parameters keep the names they have in the dense network: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight``
     of shape (E, H, D). Loading a dense state dict gives every expert a copy of it (sparse upcycling); loading the
-    state dict of an expert layer loads it as it is.
+    state dict of an expert layer loads it as it is. The dropouts inside are submodules too, each one for all experts.
 
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
@@ -63,6 +63,7 @@ class Experts(Stacked):
 
     def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same", dropout: float | None = None):
         super().__init__(num_experts)
+        self.expert_init = init
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
         if init not in EXPERT_INITS:
@@ -76,8 +77,14 @@ class Experts(Stacked):
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
         # The structure of one expert, without weights. It is not a submodule: its parameters must not show anywhere.
         object.__setattr__(self, "_ffn", _without_weights(ffn))
+        #: Rates of the dropouts of the dense network, where the experts have another.
+        self._dense_rates: dict[str, float] = {}
         if dropout is not None:
+            self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
             _set_dropout(self._ffn, dropout)
+        for path, module in dropouts(self._ffn):
+            module_path, _, name = path.rpartition(".")
+            self._submodule(module_path).add_module(name, module)
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
@@ -132,10 +139,36 @@ class Experts(Stacked):
         return _call(self._ffn, mean, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
-        """A dense network of the original class that holds ``weights``, given by their dense names."""
+        """A dense network of the original class that holds ``weights``, given by their dense names.
+
+        It has the dropout of the dense network; what is trained of the experts is trained of it.
+        """
         ffn = copy.deepcopy(self._ffn)
+        for path, rate in self._dense_rates.items():
+            _set_dropout(ffn.get_submodule(path), rate)
         ffn.load_state_dict({name: weights[name] for name, _ in ffn.named_parameters()}, assign=True)
+        for name, stacked in self.named_expert_parameters():
+            ffn.get_parameter(name).requires_grad_(stacked.requires_grad)
         return ffn
+
+    @torch.no_grad()
+    def begin_as(self, ffn: nn.Module) -> None:
+        """Begin anew as a dense network, by the ``init`` that the experts were made with."""
+        for name, stacked in self.named_expert_parameters():
+            stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))
+
+    def init_weights(self) -> None:
+        """Called by a walk over a model's modules, which cannot say how a dense network begins.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"A {type(self).__name__} cannot initialise its experts by itself: call init_weights() of the model before "
+            "convert_to_moe, or of a model that was created by the name of one with experts."
+        )
+
+    reset_parameters = init_weights
 
     def train(self, mode: bool = True) -> "Experts":
         self._ffn.train(mode)  # dropout inside the experts
@@ -175,13 +208,17 @@ def _redraw(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).normal_(tensor.mean().item(), tensor.std(correction=0).item())
 
 
+def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
+    """The dropouts of a network by name."""
+    return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
+
+
 def _set_dropout(ffn: nn.Module, rate: float) -> None:
-    dropouts = [module for module in ffn.modules() if isinstance(module, nn.Dropout)]
-    if not dropouts:
+    if next(dropouts(ffn), None) is None:
         raise ValueError(f"A {type(ffn).__name__} has no dropout, so expert_dropout cannot be set.")
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
         raise ValueError(f"expert_dropout must lie between 0 and 1, got {rate!r}.")
-    for dropout in dropouts:
+    for _, dropout in dropouts(ffn):
         dropout.p = float(rate)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
-from .experts import Experts, mean_over_experts
+from .experts import Experts, dropouts, mean_over_experts
 from .registry import WeakRegistry
 from .routing import ImageRouter, RandomPartition, TopKRouter
 from .scripting import ScriptableMlp, ScriptableMoeMlp, replacing
@@ -79,6 +79,12 @@ class MoeMlp(Experts):
         """Add to the tensors of a dense network what it does not have: the router keeps its weights."""
         for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
             state_dict.setdefault(name, value)
+
+    def begin_as(self, ffn: nn.Module) -> None:
+        """As :class:`Experts`; the router begins anew too."""
+        super().begin_as(ffn)
+        if isinstance(self.router, TopKRouter):
+            self.router.reset_parameters()
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs).
@@ -152,6 +158,11 @@ class SharedExpertMlp(MoeMlp):
         super().__init__(ffn, *args, **kwargs)
         self.shared = copy.deepcopy(ffn)
         self.shared_init = shared_init
+        self._begin_shared()
+        for path, module in dropouts(self._ffn):
+            self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
+
+    def _begin_shared(self) -> None:
         for name, parameter in self.shared.named_parameters():
             if self._starts_at_zero(name):
                 nn.init.zeros_(parameter)
@@ -167,6 +178,14 @@ class SharedExpertMlp(MoeMlp):
             if dense is not None:
                 shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
                 state_dict.setdefault(f"{prefix}shared.{name}", shared)
+
+    @torch.no_grad()
+    def begin_as(self, ffn: nn.Module) -> None:
+        """As :class:`MoeMlp`, and the shared expert by ``shared_init``."""
+        super().begin_as(ffn)
+        for name, parameter in self.shared.named_parameters():
+            parameter.copy_(ffn.get_parameter(name))
+        self._begin_shared()
 
     def networks(self) -> dict[str, Tensor]:
         """Those of the routed experts, then the shared one."""

@@ -1,12 +1,29 @@
 """What routers have to say of their training forwards, kept until someone adds their losses to the training loss."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
 
 #: torch 2.6 has no such function.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+#: Never entered; it knows whether backward is running.
+_tracker = ModuleTracker()
+#: Calls whose losses are kept where nobody announces forwards: those of several forwards of the deepest models whose
+#: blocks share a router.
+MOST_WAITING = 256
+
+
+def in_backward() -> bool:
+    """Whether this is run by backward, as the forwards that gradient checkpointing repeats.
+
+    What is compiled cannot ask.
+    """
+    return not torch.compiler.is_compiling() and _tracker.is_bw
 
 
 class RouterRecord(NamedTuple):
@@ -32,9 +49,9 @@ class RecordingRouter(nn.Module):
 
     In training, each forward leaves a record, whose losses are pending until someone adds them to the training loss.
     A forward of the model replaces the records of the one before, unless a training task gathers those of several.
-    Once the losses were added, no more records are taken until the next forward of the model begins, so that what
-    gradient checkpointing repeats in backward does not count. Where nobody announces forwards, because the model itself
-    is not called, records gather until their losses are added.
+    What gradient checkpointing repeats in backward does not count. Once the losses were added, no more records are
+    taken until the next forward of the model begins. Where nobody announces forwards, because the model itself is not
+    called, records gather until their losses are added; those that wait in vain are forgotten with a warning.
 
     Attributes:
         loss_weights: weight of each loss by name; those without one are not computed.
@@ -43,6 +60,7 @@ class RecordingRouter(nn.Module):
         gathering: whether a task wants the records of all forwards until it ends.
         announced: whether :meth:`begin_forward` was called since the last optimizer step.
         discarded: whether pending losses were replaced by those of another forward since the last optimizer step.
+        waited: number of records that were there at the last step of an optimizer which does not train this router.
     """
 
     def __init__(self, loss_weights: dict[str, float]):
@@ -51,15 +69,15 @@ class RecordingRouter(nn.Module):
         self._reset()
 
     def _reset(self) -> None:
-        self.records: list[RouterRecord] = []
-        self.pending = self.gathering = self.announced = self.discarded = False
+        self.gathering = self.announced = self.discarded = False
+        self.forget()
 
     def begin_forward(self) -> None:
         """A forward of the model begins: take its records, if it is one in training."""
-        if self.is_recording():
+        if self.is_recording() and not in_backward():
             if not self.gathering:
                 self.discarded = self.discarded or self.has_pending_losses()
-                self.records = []
+                self.forget()
             self.pending = self.announced = True
 
     def begin_task(self) -> None:
@@ -69,8 +87,26 @@ class RecordingRouter(nn.Module):
 
     def forget(self) -> None:
         """Forget the records."""
-        self.records = []
+        self.records: list[RouterRecord] = []
         self.pending = False
+        self.waited = 0
+
+    def see_another_step(self) -> None:
+        """An optimizer steps that does not train this router: what its last step saw waiting waits in vain."""
+        if self.has_pending_losses() and not self.announced:
+            if self.waited:
+                self._forget_oldest(self.waited)
+            self.waited = len(self.records)
+
+    def _forget_oldest(self, number: int) -> None:
+        self.records = self.records[number:]
+        self.waited = max(self.waited - number, 0)
+        warnings.warn(
+            "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. Where "
+            "routers are not to be trained, call eval() on them or freeze them with requires_grad_(False); else add "
+            "timm_moe.auxiliary_loss(model) to the loss after each forward.",
+            stacklevel=3,
+        )
 
     def is_recording(self) -> bool:
         """Whether this is training, with gradients.
@@ -82,18 +118,29 @@ class RecordingRouter(nn.Module):
             return False
         if torch.jit.is_tracing():
             raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
-        if _is_exporting():
+        if is_exporting():
             raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
         if getattr(self, "_is_replica", False):
             raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
         return torch.is_grad_enabled()
 
     def record(self, losses: dict[str, Tensor], load: Tensor, dropped: Tensor, finite: Tensor) -> None:
-        """Take a record; arguments as :class:`RouterRecord` has them, but the losses with their gradients."""
+        """Take a record; arguments as :class:`RouterRecord` has them, but the losses with their gradients.
+
+        Raises:
+            RuntimeError: in a repetition of what ran without gradients, where there was nothing to record.
+        """
+        # Only this is left out in a repetition: checkpointing wants to see all else computed again.
+        if in_backward():
+            if losses and not self.records:
+                raise RuntimeError(
+                    "Reentrant gradient checkpointing loses the routers' losses: give it use_reentrant=False."
+                )
+            return
         if not self.pending:
             if self.announced:
-                return  # Only this is left out in a repetition: checkpointing wants to see all else computed again.
-            self.records = []
+                return  # what was compiled cannot ask whether it is a repetition
+            self.forget()
             self.pending = True
         weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
         record = RouterRecord(
@@ -105,6 +152,8 @@ class RecordingRouter(nn.Module):
         )
         # Without anything to add, nobody may ever come for the records, so they must not pile up.
         self.records = [*self.records, record] if _have_gradient([record]) else [record]
+        if len(self.records) > MOST_WAITING and not self.announced:
+            self._forget_oldest(1)
 
     def has_pending_losses(self) -> bool:
         """Whether losses with a gradient wait to be added."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .checks import check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, at_most, expert_capacity, queue
+from .draws import drawn
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
 
@@ -26,7 +27,8 @@ class RandomPartition(nn.Module):
     """Random uniform partition of all rows over the experts, drawn anew at each call (EWA, section 3.1, eqs. 4-5).
 
     The parts have equal size; where T is not divisible by E the first ``T % E`` experts get one row more. The
-    permutation comes from torch's global generator of the rows' device.
+    permutation comes from torch's global generator of the rows' device, whose state gradient checkpointing has to bring
+    back (as it does by default): a repetition of the forward in backward with another partition is an error.
 
     Args:
         num_experts: E.
@@ -41,7 +43,7 @@ class RandomPartition(nn.Module):
         rows = math.prod(x.shape[:-1])
         quotient, remainder = divmod(rows, self.num_experts)
         sizes = [quotient + (expert < remainder) for expert in range(self.num_experts)]
-        order = torch.randperm(rows, device=x.device)
+        order = drawn(torch.randperm(rows, device=x.device))
         place = torch.empty_like(order)
         place[order] = torch.arange(rows, device=x.device)
         return Routing(order, sizes, place.unsqueeze(1), None)
@@ -208,11 +210,11 @@ class TopKRouter(RecordingRouter):
     def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
         if not (self.noise_std and self._is_noisy()):
             return logits_GBNE
-        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
+        return logits_GBNE + drawn(torch.randn_like(logits_GBNE)) * (self.noise_std / logits_GBNE.shape[3])
 
     def _capacity(self, rows: int) -> int:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if factor is None or rows == 0:
+        if factor is None or factor >= self.num_experts or rows == 0:
             return rows  # a row chooses an expert at most once
         capacity = expert_capacity(
             rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
@@ -220,7 +222,9 @@ class TopKRouter(RecordingRouter):
         return at_most(capacity, rows)
 
     def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
-        """Mean over the groups of each loss that has a weight."""
+        """Mean over the groups of each loss that has a weight; zero of an empty batch."""
+        if logits_GSE.shape[1] == 0:
+            return dict.fromkeys(self.loss_weights, logits_GSE.sum())
         std = self.noise_std / logits_GSE.shape[2]
         losses = {
             "importance": lambda: importance_loss(logits_GSE.softmax(2)),

@@ -3,8 +3,9 @@
 Shape suffixes: T rows, D width, E experts, K choices of a row, B images, N rows of an image.
 """
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,18 @@ def replacing(original: nn.Module, scriptable: nn.Module) -> nn.Module:
     """The scriptable module, in the original's mode; the original lives as long."""
     _replaced[scriptable] = original
     return scriptable.train(original.training)
+
+
+@functools.cache
+def checked_in_trace() -> Callable[[Tensor], Tensor]:
+    """What a trace holds of the check of a capacity: a trace has no branches, but for functions that are scripted."""
+    return torch.jit.script(_checked)
+
+
+def _checked(capacity: Tensor) -> Tensor:
+    if int(capacity) < 1:
+        raise ValueError("The capacity_factor leaves no place: this batch gives a capacity below 1.")
+    return capacity
 
 
 class ScriptableMlp(nn.Module):

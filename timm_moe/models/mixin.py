@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import convert_to_moe, copy_sharing_tensors, expert_parameters, moe_layers, without_announcements
+from ..convert import (
+    convert_to_moe,
+    copy_sharing_tensors,
+    dense_for_now,
+    expert_parameters,
+    moe_layers,
+    without_announcements,
+)
 from ..layers import TopKRouter, begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
@@ -67,6 +74,11 @@ class MoeMixin:
                 "The weights are those of a dense model: the experts are copies of its networks, the routers untrained."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        """As the stock model's, if it has one: experts and routers begin as in a new model."""
+        with dense_for_now(self):
+            super().init_weights(*args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
         begin_forward(self)  # under features_only=True this is what is called, and not the model, whose hook does it
