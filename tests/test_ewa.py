@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import sys
 import threading
 from operator import attrgetter
 
@@ -12,6 +13,7 @@ import torch
 from conftest import SMALL_VIT
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.layers import Mlp
 from timm.optim import create_optimizer_v2
 from timm.optim.lookahead import Lookahead
 from timm.scheduler import create_scheduler_v2
@@ -22,7 +24,7 @@ from torch.nn.utils import parametrize, prune
 import timm_moe
 from timm_moe import ExpertWeightAveraging
 from timm_moe.callbacks.ewa import UPDATES, average_
-from timm_moe.layers import MoeMlp, WeakRegistry
+from timm_moe.layers import EwaMlp, WeakRegistry
 from timm_moe.schedules import SCHEDULES
 
 
@@ -781,19 +783,18 @@ def test_the_registry_bears_threads():
     assert {id(item) for items in added for item in items} <= {id(item) for item in registry}
 
 
-def test_models_may_be_copied_while_another_thread_trains(ewa_vit):
-    optimizer, _ = averaged(ewa_vit)
-    layer, stop = ewa_vit.blocks[1].mlp, threading.Event()
-
-    def copy_layers():
-        while not stop.is_set():
-            assert copy.deepcopy(layer) in MoeMlp.alive
-
-    thread = threading.Thread(target=copy_layers)
+def test_models_may_be_copied_while_another_thread_trains():
+    layer = EwaMlp(Mlp(2, 2), num_experts=2)
+    copies = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    thread = threading.Thread(target=lambda: copies.extend(copy.deepcopy(layer) for _ in range(300)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     thread.start()
     try:
-        for _ in range(100):
-            still_step(ewa_vit, optimizer)
+        while thread.is_alive():
+            optimizer.step()
     finally:
-        stop.set()
         thread.join()
+        sys.setswitchinterval(interval)
+    assert len(copies) == 300
