@@ -140,7 +140,7 @@ class ExpertWeightAveraging:
     Raises:
         TypeError: if the optimizer is none of torch's kind, so that its steps cannot be followed.
         ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
-            1, an optimizer that trains none of the model's experts or has its averaging already, or experts that cannot
+            1, an optimizer whose step was replaced before it had torch's hooks, one that trains none of the model's experts or has its averaging already, or experts that cannot
             be averaged where they are, as :func:`average_experts_`. What comes to be so later is an error at the
             beginning of the next step.
 
@@ -318,15 +318,28 @@ def _with_hooks(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed.")
-    if not (hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer.step, "hooked")):
-        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs torch's step hooks; this does, too.
-        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
-        if not hasattr(optimizer.step, "hooked"):
-            raise ValueError(
-                f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: "
-                "make the averaging right after the optimizer."
-            )
+    was_hooked = _is_hooked(optimizer)
+    _install_hooks(optimizer)
+    if not was_hooked and not hasattr(optimizer.step, "hooked"):
+        raise ValueError(
+            f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: make "
+            "the averaging right after the optimizer."
+        )
     return optimizer
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
+
+
+def _install_hooks(optimizer: Optimizer) -> None:
+    """Give an optimizer, and those that it works by, the step hooks which torch's own have."""
+    if not _is_hooked(optimizer):
+        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this does, too.
+        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer) and not _is_hooked(inner):
+            _install_hooks(inner)
 
 
 def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
