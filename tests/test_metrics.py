@@ -80,6 +80,9 @@ def test_a_confidence_of_one_shares_its_bin():
     metric = metrics.CalibrationError(2, from_logits=False)
     metric.update(torch.tensor([[1.0, 0.0], [0.95, 0.05]]), torch.tensor([1, 0]))
     assert metric.compute() == pytest.approx((1.95 - 1) / 2)  # with a bin of its own, (1 + 0.05) / 2
+    metric = metrics.CalibrationError(2, from_logits=False, n_bins=10)  # a bin holds its lower bound
+    metric.update(torch.tensor([[0.5, 0.5], [0.55, 0.45]]), torch.tensor([1, 0]))
+    assert metric.compute() == pytest.approx((1.05 - 1) / 2)
 
 
 def test_members_that_disagree_though_together_they_make_no_error():
