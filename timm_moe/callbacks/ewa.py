@@ -140,9 +140,9 @@ class ExpertWeightAveraging:
     Raises:
         TypeError: if the optimizer is none of torch's kind, so that its steps cannot be followed.
         ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
-            1, an optimizer whose step was replaced before it had torch's hooks, one that trains none of the model's experts or has its averaging already, or experts that cannot
-            be averaged where they are, as :func:`average_experts_`. What comes to be so later is an error at the
-            beginning of the next step.
+            1, an optimizer whose step was replaced before it had torch's hooks, one that trains none of the model's
+            experts or has its averaging already, or experts that cannot be averaged where they are, as
+            :func:`average_experts_`. What comes to be so later is an error at the beginning of the next step.
 
     Attributes:
         share_rate: the rate of the last averaging in the first layer, 0 before the first.
