@@ -133,6 +133,7 @@ def test_resume_goes_on_where_it_stopped(run, images):
         (["--sched", "step", "--decay-epochs", "100"], "over 6 updates."),
         (["--grad-accum-steps", "4"], "over 2 updates."),
         (["--opt", "lookahead_adamw", "--clip-grad", "1"], "over 6 updates."),
+        (["--clip-grad", "0.01", "--clip-mode", "agc"], "over 6 updates."),
         (["--model-ema", "--amp", "--amp-dtype", "bfloat16"], "over 6 updates."),
         (
             ["--model-kwargs", "share_rate=0.5", "share_schedule=early", "num_experts=3"],
