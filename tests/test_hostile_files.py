@@ -221,7 +221,8 @@ def test_what_a_file_states_leads_nowhere(runs, root, places, case, command):
         if event not in ("open", "os.listdir", "os.scandir"):  # it changes something
             own = path.startswith((str(root / "work/out-"), str(root / "work/.out-"), "/dev/null"))
             passing = path.startswith(temporary) and not path.startswith(str(root))
-            assert own or passing, (event, path)
+            probe = (event, path) == ("write", str(root / "work"))  # a file without a name: can the output be made here?
+            assert own or passing or probe, (event, path)
     assert "Traceback" not in err
     assert status == (CASES[case] is not None), err
     if status:
