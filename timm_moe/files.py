@@ -88,8 +88,9 @@ def staged(output: str | Path) -> Iterator[Path]:
     output = _real(output)
     made = [parent for parent in output.parents if not parent.exists()]
     try:
-        with _saying_what_failed(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
+        if made:
+            with _saying_what_failed(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
         place = _place(output)
         for other in {_beside(output), _inside(output)} - {place}:  # the folder may have come since, or gone
             _remove_leftovers(other)
