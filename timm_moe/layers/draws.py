@@ -4,7 +4,6 @@ Gradient checkpointing repeats forwards in backward. If it does not bring back t
 repetition sends rows to other experts, or adds other noise, and the gradients are those of no function.
 """
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -12,12 +11,29 @@ from torch import Tensor
 
 from .records import in_backward, is_exporting
 
-#: First entries of the latest draws of this process; few enough to forget those that are never repeated.
-_seen: "deque[Tensor]" = deque(maxlen=4096)
+#: Draws of one kind that are remembered; few enough to forget those that are never repeated.
+_LATEST = 4096
 #: First entries of a draw that tell it from others.
 _ENTRIES = 8
-#: Draws that are compared at a time; as a rule the one sought is among the first.
-_AT_ONCE = 64
+
+
+class _Draws:
+    """First entries of the latest draws of this process, all of the shape, type and device of the first."""
+
+    def __init__(self, first: Tensor):
+        with torch.inference_mode(False):
+            self._entries = first.new_empty(_LATEST, *first.shape)
+        self._number = 0
+
+    def add(self, first: Tensor) -> None:
+        self._entries[self._number % _LATEST] = first
+        self._number += 1
+
+    def __contains__(self, first: Tensor) -> bool:
+        return bool((self._entries[: self._number] == first).all(1).any())
+
+
+_seen: dict[tuple[Any, ...], _Draws] = {}
 
 
 def drawn(values: Tensor) -> Tensor:
@@ -50,10 +66,13 @@ def _drawn(values: Tensor) -> Tensor:
 def _note(values: Tensor) -> None:
     if type(values) is not Tensor or values.is_meta:
         return
-    first = values.flatten()[:_ENTRIES].clone()
+    first = values.flatten()[:_ENTRIES]
+    kind = (first.shape, first.dtype, first.device)
+    if kind not in _seen:
+        _seen[kind] = _Draws(first)
     if not in_backward():
-        _seen.append(first)
-    elif not _was_seen(first):
+        _seen[kind].add(first)
+    elif first not in _seen[kind]:
         raise RuntimeError(
             "Gradient checkpointing repeats a forward with other random numbers, so the gradients would be wrong: "
             "give it preserve_rng_state=True; torch.compile with backend='eager' never does, so take another backend."
@@ -63,12 +82,3 @@ def _note(values: Tensor) -> None:
 @torch.library.register_vmap("timm_moe::note")
 def _note_of_many(info: Any, in_dims: Any, values: Tensor) -> tuple[None, None]:
     return None, None
-
-
-def _was_seen(first: Tensor) -> bool:
-    def kind(values: Tensor) -> tuple[object, ...]:
-        return values.shape, values.dtype, values.device
-
-    alike = [seen for seen in reversed(list(_seen)) if kind(seen) == kind(first)]
-    parts = (alike[start : start + _AT_ONCE] for start in range(0, len(alike), _AT_ONCE))
-    return any(bool((torch.stack(part) == first).all(1).any()) for part in parts)
