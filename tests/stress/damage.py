@@ -621,7 +621,9 @@ def result_of(folder: Path):
     if (folder / "out.safetensors").exists():
         return _tensors(folder / "out.safetensors"), None
     if (folder / "out/model.safetensors").exists():
-        return _tensors(folder / "out/model.safetensors"), json.loads((folder / "out/config.json").read_text())
+        config = json.loads((folder / "out/config.json").read_text())
+        config.pop("timm_moe", None)  # what a file tells of its own training, for the model card
+        return _tensors(folder / "out/model.safetensors"), config
     for file in (folder / "out.json", folder / "out/routes.json"):
         if file.exists():
             return {}, json.loads(file.read_text())
