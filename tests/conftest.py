@@ -1,5 +1,6 @@
 """Shared by all tests: models small enough to train in a second, and one thread so that results repeat."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,13 @@ SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if na
 def repeatable():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """The command line sets the level of the package's logger for its process, which here runs the other tests too."""
+    yield
+    logging.getLogger("timm_moe").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

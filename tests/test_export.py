@@ -368,6 +368,22 @@ def test_weights_that_are_not_finite(ewa_vit, tmp_path, bad):
     assert not load_file(tmp_path / "vit/model.safetensors")["blocks.1.mlp.fc1.weight"].isfinite().all()
 
 
+@pytest.mark.parametrize("write", [timm_moe.export_dense, export_module.export_moe])
+def test_outputs_that_are_not_finite(ewa_vit, tmp_path, write):
+    torch.nn.init.constant_(ewa_vit.blocks[0].mlp.fc2.bias, 3e38)  # a number, which the next addition exceeds
+    torch.nn.init.constant_(ewa_vit.blocks[2].mlp.fc2.bias, 3e38)
+    with pytest.raises(ValueError, match="weights are finite, but its outputs on random images hold NaN or Inf"):
+        write(ewa_vit, tmp_path / "vit")
+    assert not (tmp_path / "vit").exists()
+    write(ewa_vit, tmp_path / "vit", allow_nonfinite=True)
+
+
+def test_no_nan_in_config_json(ewa_vit, tmp_path):
+    with pytest.raises(ValueError, match=r"An argument of the model cannot be written to config.json: .*JSON"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit", model_args={"init_values": float("nan")})
+    assert not (tmp_path / "vit").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "target", "error", "message"),
     [

@@ -205,6 +205,16 @@ def test_options_go_before_those_of_a_folder(folder):
         load_source(folder, ModelSpec(num_classes=7))
 
 
+def test_ema_weights_of_what_has_none_are_told(ewa_vit, folder, caplog):
+    load_source(folder, use_ema=True)
+    load_source(ewa_vit, use_ema=True)
+    told = "has one kind of weights, which are taken: EMA weights are in train.py's checkpoints."
+    assert [message for message in warnings(caplog) if "kind of weights" in message] == [
+        f"{folder} {told}",
+        f"This {type(ewa_vit).__name__} {told}",
+    ]
+
+
 def test_the_older_layout_of_a_config(ewa_vit, folder):
     def flatten(config):
         config.update(config.pop("pretrained_cfg"), labels=["a", "b", "c", "d", "e"], mean=[0.1, 0.2, 0.3])

@@ -99,8 +99,8 @@ def export_dense(
 
     Raises:
         ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has a layer that no
-            stock model has, another number of classes than names are given, its weights are not finite, or the stock
-            model does not give the source's outputs.
+            stock model has, another number of classes than names are given, its weights or outputs are not finite, or
+            the stock model does not give the source's outputs.
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
@@ -126,6 +126,8 @@ def export_dense(
         to_dense_(model, method, svd_ratio)
     if expected is None:
         expected = _outputs(model, images)
+    if not allow_nonfinite:
+        _require_finite_outputs(expected)
     with _staging_folder(target, overwrite) as folder:
         _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
         del model  # for little memory: not alive beside what is loaded, unless the caller holds it
@@ -168,7 +170,8 @@ def export_moe(
 
     Raises:
         ValueError: if the source cannot be read, the model has no expert layers, no registered name or another number
-            of classes than names are given, its weights are not finite, or what was written does not give it back.
+            of classes than names are given, its weights or outputs are not finite, or what was written does not give
+            it back.
         OSError: if the folder is in use or cannot be written.
     """
     target = check_target(output_dir, overwrite)
@@ -187,10 +190,13 @@ def export_moe(
     history = find_history(source, model, use_ema)
     _describe(model, license or _license(source, model, history))
     images = _random_images(model)
+    expected = _outputs(model, images)
+    if not allow_nonfinite:
+        _require_finite_outputs(expected)
     with _staging_folder(target, overwrite) as folder:
         _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
         loaded = load_exactly(folder, "timm with timm_moe")
-        _largest_difference(_outputs(model, images), _outputs(loaded.to(images.device, images.dtype), images))
+        _largest_difference(expected, _outputs(loaded.to(images.device, images.dtype), images))
         publish(folder, target, _FILES)
     return target
 
@@ -216,6 +222,14 @@ def _require_finite(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
             )
+
+
+def _require_finite_outputs(outputs: Tensor) -> None:
+    if not outputs.isfinite().all():
+        raise ValueError(
+            "The model's weights are finite, but its outputs on random images hold NaN or Inf; pass --allow-nonfinite "
+            "(allow_nonfinite=True) to export it all the same."
+        )
 
 
 def stated_labels(
@@ -293,12 +307,12 @@ def _save(
         save_for_hf(model, str(folder), model_config=entries, model_args=args, safe_serialization=True)
         config = json.loads((folder / "config.json").read_text())
         state_classes_once(config)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
         # safetensors closes its files to other users; config.json has the mode that the user's umask asks for
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise OSError(f"{target} could not be written: {error}") from error
-    except TypeError as error:  # json
+    except (TypeError, ValueError) as error:  # json
         raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
     finally:
         handle.remove()

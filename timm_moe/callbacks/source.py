@@ -78,7 +78,7 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and weights, as path or
             ``local-dir:`` name; or an ``hf-hub:`` name.
         spec: what the user states of it.
-        use_ema: take the EMA weights of a train.py checkpoint.
+        use_ema: take the EMA weights of a train.py checkpoint; of anything else, what there is, with a warning.
 
     Raises:
         FileNotFoundError: if there is nothing by that name.
@@ -86,6 +86,9 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
             no EMA weights when asked for them, or does not fit its model; or if the model takes no images as stated.
     """
     spec = spec or ModelSpec()
+    if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
+        told = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
+        _logger.warning(f"{told} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
     if isinstance(source, nn.Module):
         return _with_preprocessing(source, spec.preprocessing)
     path = Path(str(source).removeprefix("local-dir:"))
