@@ -1,1 +1,1 @@
-"""Measures the package against dense models and against its peers: ``python -m benchmarks``, see docs/benchmarks.md."""
+"""Measures the package against dense models and its peers: ``python -m benchmarks``, docs/generated/benchmarks.md."""

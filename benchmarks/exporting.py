@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import timm_moe
-from timm_moe.callbacks.source import ModelSpec
-from timm_moe.convert import to_dense_
+from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.convert.dense import to_dense_
 
 from .protocol import Row, Setting
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its charts, from the results on disk."""
+"""docs/generated/benchmarks.md and its charts, from the results on disk."""
 
 import json
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def write(folder: Path) -> None:
         parts += ["", f"## On a {'CPU' if device == 'cpu' else 'GPU'}", *_device(device, found)]
         _chart_layers(device, found)
         _chart_scaling(device, found)
-    (DOCS / "benchmarks.md").write_text("\n".join(parts) + "\n")
+    (DOCS / "generated/benchmarks.md").write_text("\n".join(parts) + "\n")
 
 
 def _device(device: str, results: Results) -> Iterator[str]:
@@ -90,11 +90,11 @@ def _device(device: str, results: Results) -> Iterator[str]:
         if device in target.bounds:
             yield _target_line(target, device, results)
     if "layers float32 eager neutral" in results:
-        yield from ("", f"![layers](images/benchmarks-layers-{device}.png)")
+        yield from ("", f"![layers](../images/benchmarks-layers-{device}.png)")
     for key, result in results.items():
         yield from ("", f"### {key[0].upper()}{key[1:]}", "", _origin(result))
         if result["suite"] == "scaling":
-            yield from ("", f"![scaling](images/benchmarks-scaling-{device}.png)")
+            yield from ("", f"![scaling](../images/benchmarks-scaling-{device}.png)")
         yield from _tables([Row(**row) for row in result["rows"]])
 
 

@@ -1,4 +1,4 @@
-"""Check ``<architecture>_ewa_moe`` for every architecture: ``python tests/every_model.py docs/models_checked.md``.
+"""Check ``<architecture>_ewa_moe`` for every one: ``python tests/every_model.py docs/generated/models_checked.md``.
 
 For each name, with 2 experts in every other feed-forward network:
 
@@ -41,8 +41,8 @@ from timm_moe.models.ewa import architectures
 HEADER = """\
 # Every `_ewa_moe`, checked
 
-What `python tests/every_model.py docs/models_checked.md` found, which says what it checks. *Checked as* are the
-arguments that made the model small enough; none: it was checked as it is. A name without a row was not checked yet.
+What `python tests/every_model.py docs/generated/models_checked.md` found, which says what it checks. *Checked as* are
+the arguments that made the model small enough; none: it was checked as it is. A name without a row was not checked yet.
 
 | model | checked as | result | seconds |
 | --- | --- | --- | --- |

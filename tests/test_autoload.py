@@ -7,17 +7,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_code
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(code, *path, **env):
-    """Run Python in a new process, with folders put before the installed packages."""
-    search = os.pathsep.join([str(folder) for folder in path] + [os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    env = {**os.environ, "PYTHONPATH": search, **env}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+HERE = Path(__file__).parent
+#: What timm imports before its own modules; forked processes have it, and so the hook, but nothing of timm.
+BEFORE_TIMM = ("torch", "torchvision", "huggingface_hub", "safetensors.torch", "yaml", "torch.utils.flop_counter")
+
+
+def run(code, *path):
+    """Run Python in a process that has imported torch, with folders put before the installed packages."""
+    return run_code(code, cwd=HERE, modules=BEFORE_TIMM, **_search(path))
+
+
+def run_anew(code, *path, **env):
+    """Run Python in a process that has imported nothing."""
+    env = {**os.environ, **_search(path), **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=HERE)
+
+
+def _search(path):
+    folders = [str(folder) for folder in path] + [os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(folders).strip(os.pathsep)}
 
 
 @pytest.mark.parametrize(
@@ -40,14 +53,15 @@ def test_names_imported_after_timm_are_the_hooked_ones():
 
 
 def test_import_torch_alone_imports_nothing_of_the_package():
-    done = run("import sys, torch\nassert 'timm_moe_autoload' in sys.modules\nassert 'timm_moe' not in sys.modules")
+    code = "import sys, torch\nassert 'timm_moe_autoload' in sys.modules\nassert 'timm_moe' not in sys.modules"
+    done = run_anew(code)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize("switch", ["TIMM_MOE_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
 def test_can_be_switched_off(switch):
-    done = run("import torch, timm\nassert not timm.is_model('vit_small_ewa_moe')", **{switch: "0"})
+    done = run_anew("import torch, timm\nassert not timm.is_model('vit_small_ewa_moe')", **{switch: "0"})
     assert done.returncode == 0, done.stderr
 
 
@@ -64,8 +78,8 @@ def installation(tmp_path):
 
 
 DAMAGES = {
-    "syntax error": lambda package: (package / "convert.py").write_text("def"),
-    "module emptied": lambda package: (package / "convert.py").write_text(""),
+    "syntax error": lambda package: (package / "convert/convert.py").write_text("def"),
+    "module emptied": lambda package: (package / "convert/convert.py").write_text(""),
     "raises at import": lambda package: (package / "__init__.py").write_text("raise RuntimeError('broken')"),
 }
 
@@ -73,7 +87,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_installation_breaks_neither_torch_nor_timm(installation, damage):
     DAMAGES[damage](installation / "timm_moe")
-    done = run("import torch; print('torch')", installation)
+    done = run_anew("import torch; print('torch')", installation)
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch\n", "")
     done = run("import timm; print(timm.is_model('vit_small_patch16_224'))", installation)
     assert (done.returncode, done.stdout) == (0, "True\n")
@@ -148,7 +162,7 @@ def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
     import timm
 
     attempts = IMPORT_FAILS.format(error="ImportError")
-    done = run(OLD_TIMM + "import timm\n" + UNTOUCHED + attempts + UNTOUCHED, TIMM_MOE_AUTOLOAD=switch)
+    done = run_anew(OLD_TIMM + "import timm\n" + UNTOUCHED + attempts + UNTOUCHED, TIMM_MOE_AUTOLOAD=switch)
     assert done.returncode == 0, done.stderr
     sentence = f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
     assert done.stdout == f"{sentence}\n" * 2
@@ -158,7 +172,7 @@ def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
 
 #: A line to break, among the hooks or in the models.
 LATE_FAILURES = {
-    "hooks": ("callbacks/timm_hooks.py", "    for hook in (ewa.before_step", "    raise RuntimeError('broken')\n"),
+    "hooks": ("integrations/timm.py", "    for hook in (averaging.before_step", "    raise RuntimeError('broken')\n"),
     "models": ("models/mixin.py", "class MoeMixin", "raise RuntimeError('broken')\n"),
 }
 
@@ -200,7 +214,7 @@ for name in timm.list_models("*moe*"):
 def test_installing_twice_wraps_once():
     code = """
 import sys, timm, timm_moe, timm.scheduler, torch
-from timm_moe.callbacks import timm_hooks
+from timm_moe.integrations import timm as timm_hooks
 hooks = list(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)
 timm_hooks.install()
 assert not hasattr(timm.scheduler.create_scheduler_v2.__wrapped__, "__wrapped__")

@@ -24,7 +24,7 @@ import timm_moe
 from timm_moe.layers import TopKRouter
 
 CPU = torch.device("cpu")
-aux_loss_module = importlib.import_module("timm_moe.callbacks.aux_loss")
+aux_loss_module = importlib.import_module("timm_moe.callbacks.router_losses")
 
 
 def make_model(name="vit_tiny_moe", **kwargs):

@@ -11,7 +11,7 @@ import timm
 from conftest import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
-from timm_moe.cli import main
+from timm_moe_cli import main
 
 
 def test_list(capsys):

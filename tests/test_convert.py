@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import timm_moe
-from timm_moe.convert import select_blocks
+from timm_moe.convert.blocks import select_blocks
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import timm
 import timm.scheduler
 import torch
-import torch.multiprocessing
 from conftest import SMALL_VIT
+from processes import run_ranks
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch import nn
@@ -115,13 +115,13 @@ def redundancy_worker(rank, folder, processes):
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sharded_optimizer_is_averaged_and_resumed(tmp_path, processes):
-    torch.multiprocessing.spawn(redundancy_worker, (str(tmp_path), processes), nprocs=processes)
+    run_ranks(redundancy_worker, (str(tmp_path), processes), processes)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_ranks_stay_identical(tmp_path, batch_size):
-    torch.multiprocessing.spawn(worker, (str(tmp_path), batch_size), nprocs=2)
+    run_ranks(worker, (str(tmp_path), batch_size), 2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["layers"] == 2
     for name, tensor in first["model"].items():
@@ -167,4 +167,4 @@ def routed_worker(rank, folder, name, compiled):
     [("vit_tiny_moe", False), ("vit_tiny_moe", True), ("widenet_b", False), ("vmoe_pbe_s32", False)],
 )
 def test_routed_experts_get_the_gradients_of_the_whole_batch(tmp_path, name, compiled):
-    torch.multiprocessing.spawn(routed_worker, (str(tmp_path), name, compiled), nprocs=2)
+    run_ranks(routed_worker, (str(tmp_path), name, compiled), 2)

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
-from timm_moe.cli import main
-from timm_moe.data import Inference, image_folder
-from timm_moe.evaluation import evaluate
+from timm_moe.analysis.data import Inference, image_folder
+from timm_moe.analysis.evaluation import evaluate
+from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")
 
@@ -268,9 +268,9 @@ def test_outputs_that_are_not_finite(data, model):
 
 def test_without_torchmetrics(data, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    monkeypatch.delitem(sys.modules, "timm_moe.metrics", raising=False)
-    monkeypatch.delitem(sys.modules, "timm_moe.evaluation", raising=False)
-    monkeypatch.delattr("timm_moe.metrics", raising=False)
+    monkeypatch.delitem(sys.modules, "timm_moe.analysis.metrics", raising=False)
+    monkeypatch.delitem(sys.modules, "timm_moe.analysis.evaluation", raising=False)
+    monkeypatch.delattr("timm_moe.analysis.metrics", raising=False)
     assert main(["evaluate", "a.pth.tar", "--data-dir", str(data)]) == 1
     assert "pip install torchmetrics" in capsys.readouterr().err
 
@@ -293,7 +293,7 @@ def test_other_classes_of_the_same_number_are_warned_of(data, model, tmp_path, c
 
 
 def test_progress_is_told(data, model, monkeypatch, caplog):
-    monkeypatch.setattr("timm_moe.data.PROGRESS_INTERVAL", -1.0)
+    monkeypatch.setattr("timm_moe.analysis.data.PROGRESS_INTERVAL", -1.0)
     with caplog.at_level("INFO", "timm_moe"):
         evaluate([model], image_folder(data), inference=HERE)
     assert f"{data / 'val'}: 7 of 30 images ..." in caplog.messages

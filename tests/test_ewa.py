@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize, prune
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
-from timm_moe.callbacks.ewa import UPDATES, average_
+from timm_moe.callbacks.averaging import UPDATES, average_
 from timm_moe.layers import EwaMlp, WeakRegistry
 from timm_moe.schedules import SCHEDULES
 
@@ -341,7 +341,7 @@ def test_needs_an_optimizer_that_trains_the_experts_and_has_no_averaging(ewa_vit
 
 @pytest.mark.parametrize("num_experts", [2, 3, 8])
 def test_averaging_by_blocks_is_averaging(monkeypatch, num_experts):
-    monkeypatch.setattr("timm_moe.callbacks.ewa._BLOCK", 7)
+    monkeypatch.setattr("timm_moe.callbacks.averaging._BLOCK", 7)
     stacked = torch.randn(num_experts, 5, 9)
     whole = torch.lerp(stacked, stacked.mean(0, keepdim=True), 0.1 * num_experts / (num_experts - 1))
     by_parts = average_(stacked.clone(), 0.1)

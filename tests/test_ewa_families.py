@@ -1,20 +1,19 @@
 """``<architecture>_ewa_moe``: names, tags, loading roads, and a small model of each family."""
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from every_model import check
+from processes import run_code
 from safetensors.torch import save_file
 from timm.models import get_arch_pretrained_cfgs, list_models, model_entrypoint
 
 import timm_moe
+from timm_moe.analysis.catalogue import row
 from timm_moe.callbacks.export import export_moe
-from timm_moe.catalogue import row
 from timm_moe.models import ewa
 
 #: An architecture of each family, with arguments that make it as small as it lets itself be made.
@@ -163,7 +162,7 @@ assert torch.equal(model(images), expected)
 loaded = timm.create_model("local-dir:{tmp_path}/moe", pretrained=True).eval()
 assert type(loaded) is type(model) and torch.equal(loaded(images), expected)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -184,7 +183,7 @@ def test_a_dense_checkpoint_is_upcycled_from_a_file(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"])
 def test_the_page_of_the_models(architecture):
-    page = (Path(__file__).parents[1] / "docs/models.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/generated/models.md").read_text()
     if f"`{architecture}_ewa_moe`" in page:  # else timm is newer than the page
         assert row(architecture) in page.splitlines()
 

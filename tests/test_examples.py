@@ -1,11 +1,10 @@
 """The examples run as their first line says."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from processes import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -16,16 +15,14 @@ def test_custom_loop(tmp_path):
         for index in range(8):
             pixels = np.full((32, 32, 3), 255 * label, dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / split / str(label) / f"{index}.png")
-    command = [sys.executable, str(EXAMPLES / "custom_loop.py"), str(tmp_path), "2", "8"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_script(EXAMPLES / "custom_loop.py", tmp_path, 2, 8, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "largest_difference=0.0" in done.stdout
     assert (tmp_path / "exported/model.safetensors").is_file()
 
 
 def test_routed_loop(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "routed_loop.py"), "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_script(EXAMPLES / "routed_loop.py", 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("share of an expert min/mean/max") == 6
     accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
@@ -33,8 +30,7 @@ def test_routed_loop(tmp_path):
 
 
 def test_segmentation(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "segmentation.py"), "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_script(EXAMPLES / "segmentation.py", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = [line.split()[-4:] for line in done.stdout.splitlines()[-3:]]
     parameters, accuracies, ious = ([float(row[column].replace(",", "")) for row in table] for column in range(3))

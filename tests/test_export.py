@@ -6,8 +6,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,13 +13,14 @@ import timm
 import torch
 from conftest import SMALL_VIT
 from PIL import Image
+from processes import run_code
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe.callbacks import export as export_module
-from timm_moe.callbacks.source import ModelSpec
-from timm_moe.cli import main
+from timm_moe.checkpoints.source import ModelSpec
+from timm_moe_cli import main
 
 OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
@@ -39,8 +38,7 @@ def stock_outputs(folder, images, tmp_path):
     """Outputs of the exported model in a process without the plugin."""
     np.save(tmp_path / "in.npy", images.numpy())
     arguments = [str(folder), str(tmp_path / "in.npy"), str(tmp_path / "out.npy")]
-    env = {**os.environ, "TIMM_MOE_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", STOCK, *arguments], env=env, capture_output=True, text=True)
+    done = run_code(STOCK, *arguments, autoload="0")
     assert done.returncode == 0, done.stderr
     return torch.from_numpy(np.load(tmp_path / "out.npy"))
 

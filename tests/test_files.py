@@ -20,8 +20,8 @@ import timm_moe
 from timm_moe import files
 from timm_moe.callbacks.export import export_moe
 from timm_moe.checkpoints.vmoe import import_checkpoint
-from timm_moe.cli import main
 from timm_moe.files import check_folder, check_writable, publish, scratch_folder, staged, write_json, written_whole
+from timm_moe_cli import main
 
 NAMES = ("weights", "config")
 
@@ -362,7 +362,7 @@ def test_push_stages_where_the_next_push_cleans(ewa_vit, tmp_path, monkeypatch, 
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     kill_within(scratch_folder("push"))
     timm_moe.push_dense(ewa_vit, "user/vit", dry_run=True)
-    timm_moe.callbacks.hub.push_moe(ewa_vit, "user/vit", dry_run=True)
+    timm_moe.hub.push.push_moe(ewa_vit, "user/vit", dry_run=True)
     assert os.listdir(tmp_path) == []
 
 

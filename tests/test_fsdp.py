@@ -11,8 +11,8 @@ import timm
 import timm.optim
 import timm.scheduler
 import torch
-import torch.multiprocessing
 from conftest import SMALL_VIT
+from processes import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,7 +34,7 @@ from timm_moe import (
     moe_layers,
     to_dense,
 )
-from timm_moe.callbacks.ewa import average_
+from timm_moe.callbacks.averaging import average_
 
 needs_fsdp_on_cpus = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch (2.6) needs a GPU"
@@ -139,7 +139,7 @@ def training_worker(rank, folder, name):
 @needs_fsdp_on_cpus
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_one_process(tmp_path, name):
-    torch.multiprocessing.spawn(training_worker, (str(tmp_path), name), nprocs=2)
+    run_ranks(training_worker, (str(tmp_path), name), 2)
     first, second = (torch.load(tmp_path / f"outputs{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
 
@@ -236,11 +236,11 @@ def flat_worker(rank, folder, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_flat_shards_are_refused_before_a_weight_moves(tmp_path, processes):
-    torch.multiprocessing.spawn(flat_worker, (str(tmp_path), processes), nprocs=processes)
+    run_ranks(flat_worker, (str(tmp_path), processes), processes)
 
 
 def test_sharded_tensors_are_averaged_locally_or_refused(tmp_path):
-    torch.multiprocessing.spawn(tensor_worker, (str(tmp_path),), nprocs=2)
+    run_ranks(tensor_worker, (str(tmp_path),), 2)
 
 
 def test_experts_are_cut_along_their_largest_other_dimension(ewa_vit):

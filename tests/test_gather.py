@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from timm.layers import GluMlp, Mlp, SwiGLU
 
 import timm_moe
-from timm_moe.gather import METHODS, add, average, get_method, singular_values, top_units
+from timm_moe.convert.gather import METHODS, add, average, get_method, singular_values, top_units
 from timm_moe.layers import Experts
 
 

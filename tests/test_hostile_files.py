@@ -7,8 +7,6 @@ nor plant anything, whatever the file states.
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -16,6 +14,7 @@ import timm
 import torch
 from conftest import SMALL_VIT
 from PIL import Image
+from processes import run_code
 from timm.models import save_for_hf
 
 pytest.importorskip("torchmetrics")
@@ -26,7 +25,7 @@ OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_clas
 WATCHED = """
 import json, os, sys
 import huggingface_hub, matplotlib.figure, timm, torch
-import timm_moe.cli, timm_moe.evaluation, timm_moe.routes
+import timm_moe_cli, timm_moe.cli, timm_moe.analysis.evaluation, timm_moe.analysis.routes
 
 NETWORK = {"socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.bind", "socket.sendto"}
 PROCESSES = {"os.system", "os.exec", "subprocess.Popen", "os.fork", "os.posix_spawn"}
@@ -53,7 +52,7 @@ sys.addaudithook(watch)
 for arguments in json.load(sys.stdin):
     events.clear()
     sys.stderr.flush()
-    status = timm_moe.cli.main(arguments)
+    status = timm_moe_cli.main(arguments)
     sys.stderr.flush()
     print("RAN " + json.dumps([arguments, status, events]), flush=True)
     print("RAN", file=sys.stderr, flush=True)
@@ -192,10 +191,7 @@ def runs(root, places):
         for command, arguments in COMMANDS.items()
     ]
     before = everything_in(root)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(work / "out-matplotlib")}
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED], cwd=work, env=env, input=json.dumps(ran), capture_output=True, text=True
-    )
+    done = run_code(WATCHED, cwd=work, input=json.dumps(ran), MPLCONFIGDIR=str(work / "out-matplotlib"))
     told = [line.removeprefix("RAN ") for line in done.stdout.splitlines() if line.startswith("RAN ")]
     assert len(told) == len(ran), done.stderr[-3000:]
     assert everything_in(root) == before

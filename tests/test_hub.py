@@ -23,10 +23,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import timm_moe
-from timm_moe.callbacks import hub as hub_module
 from timm_moe.callbacks.export import export_moe
-from timm_moe.callbacks.hub import Destination, push_dense, push_folder, push_moe
-from timm_moe.cli import main
+from timm_moe.hub import push as hub_module
+from timm_moe.hub.push import Destination, push_dense, push_folder, push_moe
+from timm_moe_cli import main
 
 TOKEN = "hf_SecretOfTheTests"
 READ_TOKEN = "hf_ReadOnlySecret"
@@ -40,7 +40,7 @@ commands, replies = sys.stdin, os.fdopen(os.dup(1), "w")
 sys.stdout.flush()
 os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND), 1)
 os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND), 2)
-from timm_moe.cli import main
+from timm_moe_cli import main
 sleep = time.sleep
 for line in commands:
     command = json.loads(line)

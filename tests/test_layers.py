@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import nn
 
+from timm_moe.callbacks.averaging import living_layers
 from timm_moe.layers import (
     EnsembleRouter,
     EwaMlp,
@@ -242,7 +243,7 @@ def test_another_number_of_experts_is_named():
 def test_copies_are_independent_and_registered():
     layer = moe()
     for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert duplicate in MoeMlp.alive
+        assert duplicate in living_layers
         x = torch.randn(3, 5)
         assert torch.equal(duplicate.eval()(x), layer.eval()(x))
         duplicate.fc1.weight.data.zero_()
@@ -260,7 +261,7 @@ def test_low_precision():
 
 
 def _mean_weight(layer):
-    from timm_moe.gather import average
+    from timm_moe.convert.gather import average
 
     return average(layer.networks())["fc1.weight"]
 

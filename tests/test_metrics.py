@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timm_moe import metrics
+from timm_moe.analysis import metrics
 
 
 @pytest.fixture

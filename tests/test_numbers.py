@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import convert_to_moe
-from timm_moe.cli import main
+from timm_moe.analysis.papers import FIGURES, PAPERS, Figure, page
 from timm_moe.info import is_named_after_stock, parameters, registered_models, training_flops, weightless_model
-from timm_moe.papers import FIGURES, PAPERS, Figure, page
+from timm_moe_cli import main
 
 #: By formula, in the order of FIGURES.
 EXPECTED = {
@@ -125,8 +125,8 @@ def test_training_flops_are_those_of_a_forward_and_a_backward():
 
 
 def test_the_page_is_up_to_date(values):
-    written = (Path(__file__).parent.parent / "docs/papers.md").read_text()
-    assert page(values) == written, "python -m timm_moe.papers > docs/papers.md writes it anew"
+    written = (Path(__file__).parent.parent / "docs/generated/papers.md").read_text()
+    assert page(values) == written, "python -m timm_moe.analysis.papers > docs/generated/papers.md writes it anew"
     of_papers = [name for name in registered_models() if not is_named_after_stock(name)]
     assert len(of_papers) > 30
     assert all((f"| `{name}` |" in written) == (name in of_papers) for name in registered_models())

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from timm_moe import moe_layers
-from timm_moe.cli import main
-from timm_moe.data import Inference, image_folder, load_classifiers
-from timm_moe.routes import (
+from timm_moe.analysis.data import Inference, image_folder, load_classifiers
+from timm_moe.analysis.routes import (
     Routes,
     collect_routes,
     display_order,
@@ -27,6 +26,7 @@ from timm_moe.routes import (
     summarize,
     summarize_all,
 )
+from timm_moe_cli import main
 
 HERE = Inference(batch_size=7, workers=0, device="cpu")
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]

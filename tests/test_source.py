@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.callbacks import source as source_module
-from timm_moe.callbacks.source import ModelSpec, load_source
-from timm_moe.callbacks.stated import architecture_arguments
-from timm_moe.cli import main
+from timm_moe.checkpoints import source as source_module
+from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.stated import architecture_arguments
 from timm_moe.files import write_json
 from timm_moe.info import registered_models
 from timm_moe.model_config import Preprocessing, preprocessing
+from timm_moe_cli import main
 
 OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 SPEC = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]

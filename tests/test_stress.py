@@ -1,11 +1,10 @@
 """The programmes of tests/stress (see docs/robustness.md): small by default, whole with ``-m stress``."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 PROGRAMMES = Path(__file__).parent / "stress"
 
@@ -16,8 +15,7 @@ def whole(*values):
 
 def run(name, *arguments):
     """In a process of its own: the programmes fork, which a process with threads must not."""
-    command = [sys.executable, str(PROGRAMMES / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = run_script(PROGRAMMES / f"{name}.py", *arguments)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

@@ -153,7 +153,7 @@ def test_share_rate_0_means_no_averaging(tmp_path, caplog):
 
 def test_names_bound_before_the_plugin_came_are_replaced(monkeypatch):
     """``--device-modules timm_moe`` imports it after train.py has bound its names."""
-    hooks = importlib.import_module("timm_moe.callbacks.timm_hooks")
+    hooks = importlib.import_module("timm_moe.integrations.timm")
     script = type(timm)("train_script")
     script.create_scheduler_v2 = hooks.create_scheduler_v2  # timm's own
     monkeypatch.setitem(sys.modules, "train_script", script)
@@ -299,7 +299,7 @@ def test_adaptive_clipping_is_that_of_the_dense_networks_one_by_one(ewa_vit, roa
     }
     gradients = clipped(ewa_vit, roads[road])
     unclipped = clipped(ewa_vit, lambda parameters: None)
-    stock = importlib.import_module("timm_moe.callbacks.timm_hooks").adaptive_clip_grad
+    stock = importlib.import_module("timm_moe.integrations.timm").adaptive_clip_grad
     for name, parameter in ewa_vit.named_parameters():
         if name == "head.weight":
             continue

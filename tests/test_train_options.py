@@ -23,8 +23,9 @@ from timm.task import ClassificationTask
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
 from torch import nn
 
-from timm_moe import data, export_dense, moe_layers
-from timm_moe.evaluation import evaluate
+from timm_moe import export_dense, moe_layers
+from timm_moe.analysis import data
+from timm_moe.analysis.evaluation import evaluate
 
 LEARNING_RATES = {
     "adamw": 2e-3, "sgd": 0.05, "lamb": 0.01, "lion": 3e-4, "muon": 5e-3, "lookahead_adamw": 2e-3,

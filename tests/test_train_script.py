@@ -16,14 +16,15 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from processes import run_script
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe import data
-from timm_moe.callbacks.source import ModelSpec
-from timm_moe.cli import main
-from timm_moe.evaluation import evaluate
+from timm_moe.analysis import data
+from timm_moe.analysis.evaluation import evaluate
+from timm_moe.checkpoints.source import ModelSpec
+from timm_moe_cli import main
 
 SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
 pytestmark = pytest.mark.skipif(
@@ -53,9 +54,12 @@ def images(tmp_path_factory):
 
 
 def script(name, folder, *arguments, launcher=(), **env):
-    command = [sys.executable, *launcher, str(Path(SCRIPTS, name)), *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if launcher:
+        command = [sys.executable, *launcher, str(Path(SCRIPTS, name)), *map(str, arguments)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    else:
+        done = run_script(Path(SCRIPTS, name), *arguments, cwd=folder, **env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -99,7 +103,7 @@ def test_the_exported_model_scores_what_training_and_validation_measured(run, im
     common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
     expert = script("validate.py", tmp_path, *XTINY, "--checkpoint", checkpoint, *common)
     stock = script(
-        "validate.py", tmp_path, "--model", f"local-dir:{export.path}", "--pretrained", *common, TIMM_MOE_AUTOLOAD="0"
+        "validate.py", tmp_path, "--model", f"local-dir:{export.path}", "--pretrained", *common, autoload="0"
     )
     last = summary(folder / "output/train/a")[-1]
     assert top1(expert) == top1(stock) == f"{float(last['eval_top1']):.3f}"
@@ -149,7 +153,7 @@ def test_options_of_train_py(images, tmp_path, options, message):
 
 
 def test_device_modules_says_it_explicitly(images, tmp_path):
-    log = train(tmp_path, images, *XTINY, "--device-modules", "timm_moe", epochs=1, TIMM_MOE_AUTOLOAD="0")
+    log = train(tmp_path, images, *XTINY, "--device-modules", "timm_moe", epochs=1, autoload="0")
     assert log.count("EWA: averaging") == 1
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import timm_moe
 from timm_moe.checkpoints.sharded import read_arrays, tile
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
-from timm_moe.cli import main
+from timm_moe_cli import main
 
 FOLDER = DATA / "vmoe"
 FORMATS = ["vmoe_tiny", "vmoe_tiny_trainstate", "vmoe_tiny_old_trainstate", "vmoe_tiny_bf16"]

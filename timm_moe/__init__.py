@@ -12,11 +12,11 @@ except ModuleNotFoundError as error:
         f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
     ) from error
 
-from .callbacks import timm_hooks
-from .callbacks.aux_loss import RoutingSummary, auxiliary_loss, routing_summary
-from .callbacks.ewa import ExpertWeightAveraging, average_experts_
-from .convert import convert_to_moe, moe_layers, to_dense
+from . import callbacks
+from .callbacks import ExpertWeightAveraging, RoutingSummary, auxiliary_loss, average_experts_, routing_summary
+from .convert import RouterSpec, convert_to_moe, moe_layers, register_router, to_dense
 from .distributed import expert_placement
+from .integrations import timm as timm_hooks
 from .layers import MemberLoss
 from .version import __version__
 
@@ -30,12 +30,12 @@ except BaseException:
 
 if TYPE_CHECKING:
     from . import checkpoints
-    from .callbacks.export import export_dense
-    from .callbacks.hub import push_dense, push_moe
+    from .callbacks import export_dense, push_dense, push_moe
 
 __all__ = [
     "ExpertWeightAveraging",
     "MemberLoss",
+    "RouterSpec",
     "RoutingSummary",
     "__version__",
     "auxiliary_loss",
@@ -48,12 +48,13 @@ __all__ = [
     "moe_layers",
     "push_dense",
     "push_moe",
+    "register_router",
     "routing_summary",
     "to_dense",
 ]
 
 #: What a training run does not need is imported at first use: every process that imports timm imports this package.
-_AT_FIRST_USE = {"export_dense": ".callbacks.export", "push_dense": ".callbacks.hub", "push_moe": ".callbacks.hub"}
+_AT_FIRST_USE = ("export_dense", "push_dense", "push_moe")
 
 
 def __getattr__(name: str) -> Any:
@@ -61,4 +62,4 @@ def __getattr__(name: str) -> Any:
         return import_module(".checkpoints", __name__)
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_AT_FIRST_USE[name], __name__), name)
+    return getattr(callbacks, name)

@@ -21,7 +21,7 @@ from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .callbacks.ewa import ExpertWeightAveraging
+from .callbacks.averaging import ExpertWeightAveraging
 from .callbacks.export import export_dense
 
 matplotlib.use("Agg")

@@ -10,8 +10,9 @@ from timm.models import model_entrypoint
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .convert import ffn_paths, moe_layers, to_dense
-from .layers import ImageRouter, MoeMlp, RandomPartition, TopKRouter
+from .convert.blocks import ffn_paths, moe_layers
+from .convert.dense import to_dense
+from .layers import EwaMlp, MoeMlp
 from .model_config import model_input_size, shown
 
 
@@ -127,21 +128,20 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         name: of it.
     """
     layers = list(moe_layers(model).values())
-    router = layers[0].router if layers else None
-    partitioned = isinstance(router, RandomPartition)
+    deployed_as_mean = bool(layers) and isinstance(layers[0], EwaMlp)
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
-    deployed = to_dense(model) if partitioned else model
+    deployed = to_dense(model) if deployed_as_mean else model
     return ModelInfo(
         name=name,
         moe_layers=list(moe_layers(model)),
         blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
         num_experts=layers[0].num_experts if layers else 0,
-        top_k=_top_k(layers[0]) if layers else 0,
-        routing_unit="image" if isinstance(router, ImageRouter) else "token",
+        top_k=layers[0].routed_by.experts_of_row() if layers else 0,
+        routing_unit=layers[0].routed_by.routing_unit if layers else "token",
         members=getattr(model, "ensemble_size", 1),
         total=parameters(model),
         activated=activated_parameters(model),
-        exported=parameters(deployed) if partitioned else None,
+        exported=parameters(deployed) if deployed_as_mean else None,
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
     )
@@ -160,18 +160,14 @@ def router_parameters(model: nn.Module) -> int:
 def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
     """Parameters that a token passes through, given that it passes through so many experts of each layer, or K."""
     return parameters(model) - sum(
-        (layer.num_experts - (experts or _top_k(layer))) * expert_parameters(layer)
+        (layer.num_experts - (experts or layer.routed_by.experts_of_row())) * parameters_of_an_expert(layer)
         for layer in moe_layers(model).values()
     )
 
 
-def expert_parameters(layer: MoeMlp) -> int:
+def parameters_of_an_expert(layer: MoeMlp) -> int:
     """Parameters of one expert."""
     return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
-
-
-def _top_k(layer: MoeMlp) -> int:
-    return layer.router.experts_of_row() if isinstance(layer.router, TopKRouter) else 1
 
 
 def evaluation_cost(model: nn.Module) -> Cost:
@@ -180,13 +176,10 @@ def evaluation_cost(model: nn.Module) -> Cost:
     Args:
         model: on the meta device; its routers are changed, it is left in eval mode.
     """
-    # On the meta device every expert computes as many rows as it has places: at a capacity factor of 1 exactly K for
-    # each token, given a batch of E images.
     batch = 1
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.eval_capacity_factor, module.capacity_multiple, module.group_images = 1.0, 1, None
-            batch = module.num_experts
+    for layer in moe_layers(model).values():
+        layer.routed_by.share_evenly()
+        batch = layer.num_experts  # so that each expert takes exactly its share
     return _forward_cost(model.eval(), batch)
 
 

@@ -40,8 +40,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import timm_moe
-from timm_moe import evaluation, routes  # noqa: F401  (imported before the forks)
-from timm_moe.cli import main
+from timm_moe.analysis import evaluation, routes  # noqa: F401  (imported before the forks)
+from timm_moe_cli import main
 
 #: Seconds and bytes that a command may take on the tiny files, beyond what this process has before.
 TIME_LIMIT, MEMORY_LIMIT = 20, 400 << 20

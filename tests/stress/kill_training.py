@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 import timm_moe
-from timm_moe.callbacks.source import describe, load_source
+from timm_moe.checkpoints.source import describe, load_source
 
 MODEL, CLASSES, BATCH, PER_CLASS = "vit_xtiny_ewa_moe", 3, 12, 16
 UPDATES_PER_EPOCH = CLASSES * PER_CLASS // BATCH
@@ -108,7 +108,7 @@ def check_files(folder: Path) -> tuple[list[tuple[int, Path]], list[Path]]:
 
 
 def export_is_refused(file: Path) -> None:
-    program = "import sys; from timm_moe.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from timm_moe_cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "export", str(file), "out"]
     done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout

@@ -26,7 +26,7 @@ import torch
 from damage import IMAGES, IMPORT, VMOE, make_originals, run
 
 import timm_moe
-from timm_moe.cli import main
+from timm_moe_cli import main
 
 #: Audit events of Python that change files; the first argument is the path.
 WRITES = (

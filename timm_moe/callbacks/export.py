@@ -18,13 +18,14 @@ from timm.models import save_for_hf
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert import copy_sharing_tensors, moe_layers, to_dense_
+from ..checkpoints.history import ENTRY, Experts, History, find_history
+from ..checkpoints.source import ModelSpec, first_problem, load_source
+from ..convert.blocks import copy_sharing_tensors, moe_layers
+from ..convert.dense import to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
-from .history import ENTRY, Experts, History, find_history
-from .source import ModelSpec, first_problem, load_source
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def export_dense(
 
     Args:
         source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
-            :func:`timm_moe.callbacks.source.load_source`.
+            :func:`timm_moe.checkpoints.source.load_source`.
         output_dir: folder to write; missing parents are made.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: likewise.

@@ -6,6 +6,7 @@ from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
 from .registry import WeakRegistry
+from .router import Router, routing_to
 from .routing import (
     EnsembleRouter,
     ImageRouter,
@@ -27,6 +28,7 @@ __all__ = [
     "PartitionedRouter",
     "RandomPartition",
     "RecordingRouter",
+    "Router",
     "RouterRecord",
     "Routing",
     "SharedExpertMlp",
@@ -36,4 +38,5 @@ __all__ = [
     "WeakRegistry",
     "begin_forward",
     "ensemble_log_probabilities",
+    "routing_to",
 ]

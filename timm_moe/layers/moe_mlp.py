@@ -1,7 +1,7 @@
 """The expert layers that take the place of a transformer block's feed-forward network."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
-from .registry import WeakRegistry
-from .routing import ImageRouter, RandomPartition, TopKRouter
+from .router import Router
+from .routing import RandomPartition
 from .scripting import ScriptableMlp, ScriptableMoeMlp, replacing
 
 
@@ -22,9 +22,6 @@ class MoeMlp(Experts):
         router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the E experts.
         num_experts: E.
         expert_init: see :class:`Experts`.
-        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]; 0 for not at all.
-            The layer only holds the number; :class:`timm_moe.ExpertWeightAveraging` carries it out.
-        share_schedule: name of the course that the rate takes over training, see ``timm_moe.schedules``.
         expert_dropout: see :class:`Experts`.
 
     Attributes:
@@ -32,8 +29,8 @@ class MoeMlp(Experts):
         replaced: the parameters of the dense network whose place it took, as long as something still holds them.
     """
 
-    #: Every layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
-    alive: ClassVar[WeakRegistry["MoeMlp"]] = WeakRegistry()
+    #: Called with every layer that comes to be in this process, copies and unpickled ones included.
+    observers: ClassVar[list[Callable[["MoeMlp"], Any]]] = []
     replaced: Iterable[nn.Parameter] = ()
 
     def __init__(
@@ -42,20 +39,25 @@ class MoeMlp(Experts):
         router: nn.Module,
         num_experts: int,
         expert_init: str = "same",
-        share_rate: float = 0.0,
-        share_schedule: str = "early",
         expert_dropout: float | None = None,
     ):
         super().__init__(ffn, num_experts, expert_init, expert_dropout)
         self.router = router
-        self.share_rate = share_rate
-        self.share_schedule = share_schedule
         self.path = ""
-        self.alive.add(self)
+        self._announce()
 
     def __setstate__(self, state):  # a deep copy or an unpickled layer
         super().__setstate__(state)
-        self.alive.add(self)
+        self._announce()
+
+    def _announce(self) -> None:
+        for observe in self.observers:
+            observe(self)
+
+    @property
+    def routed_by(self) -> Router:
+        """What may be asked of the router; of a module that is no :class:`Router`, that class's answers."""
+        return self.router if isinstance(self.router, Router) else Router(self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
@@ -81,10 +83,20 @@ class MoeMlp(Experts):
             state_dict.setdefault(name, value)
 
     def begin_as(self, ffn: nn.Module) -> None:
-        """As :class:`Experts`; the router begins anew too."""
+        """As :class:`Experts`; the router begins anew too.
+
+        Raises:
+            RuntimeError: if it has parameters, but no ``reset_parameters``.
+        """
         super().begin_as(ffn)
-        if isinstance(self.router, TopKRouter):
-            self.router.reset_parameters()
+        reset = getattr(self.router, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif next(self.router.parameters(), None) is not None:
+            raise RuntimeError(
+                f"The router {type(self.router).__name__} has parameters, but no reset_parameters() by which they "
+                "could begin anew."
+            )
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs).
@@ -107,27 +119,16 @@ class MoeMlp(Experts):
         """What torch.jit.script compiles in the place of this layer, for eval mode only; it shares the weights.
 
         Raises:
-            RuntimeError: if the router is neither a :class:`TopKRouter` nor an :class:`ImageRouter`, or has capacities
-                in eval mode.
+            RuntimeError: if TorchScript cannot choose as the router does.
         """
-        router = self.router
-        if type(router) not in (TopKRouter, ImageRouter):
-            raise RuntimeError(f"TorchScript has no {type(router).__name__}: trace the model in eval mode instead.")
-        if router.eval_capacity_factor is not None:
-            raise RuntimeError(
-                f"TorchScript has no capacities, here eval_capacity_factor={router.eval_capacity_factor}: trace the "
-                "model in eval mode instead."
-            )
+        choice = self.routed_by.scriptable_choice()
         weights = dict(self.named_expert_parameters())
         scriptable = ScriptableMoeMlp(
             [
                 self.to_ffn({name: stacked[expert] for name, stacked in weights.items()})
                 for expert in range(self.num_experts)
             ],
-            router.weight,
-            router.top_k,
-            router.gate_mode,
-            isinstance(router, ImageRouter),
+            *choice,
             getattr(self, "shared", None),
         )
         return replacing(self, scriptable)
@@ -207,8 +208,6 @@ class EwaMlp(MoeMlp):
         ffn: the dense network to replace.
         num_experts: E.
         expert_init: see :class:`Experts`.
-        share_rate: see :class:`MoeMlp`.
-        share_schedule: see :class:`MoeMlp`.
         expert_dropout: see :class:`Experts`.
         eval_mode: ``"average"``, or ``"partition"`` to evaluate the experts on random partitions as in training
             (for analysis: the outputs are random).
@@ -224,13 +223,11 @@ class EwaMlp(MoeMlp):
         ffn: nn.Module,
         num_experts: int,
         expert_init: str = "same",
-        share_rate: float = 0.3,
-        share_schedule: str = "linear",
         expert_dropout: float | None = None,
         eval_mode: str = "average",
     ):
         router = RandomPartition(num_experts)
-        super().__init__(ffn, router, num_experts, expert_init, share_rate, share_schedule, expert_dropout)
+        super().__init__(ffn, router, num_experts, expert_init, expert_dropout)
         if eval_mode not in self.EVAL_MODES:
             raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
         self.eval_mode = eval_mode

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
+from .router import Router
+
 #: torch 2.6 has no such function.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
@@ -44,7 +46,7 @@ class RouterRecord(NamedTuple):
     finite: Tensor
 
 
-class RecordingRouter(nn.Module):
+class RecordingRouter(Router):
     """Base of the routers that have losses.
 
     In training, each forward leaves a record, whose losses are pending until someone adds them to the training loss.
@@ -63,8 +65,8 @@ class RecordingRouter(nn.Module):
         waited: number of records that were there at the last step of an optimizer which does not train this router.
     """
 
-    def __init__(self, loss_weights: dict[str, float]):
-        super().__init__()
+    def __init__(self, num_experts: int, loss_weights: dict[str, float]):
+        super().__init__(num_experts)
         self.loss_weights = loss_weights
         self._reset()
 

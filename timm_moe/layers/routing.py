@@ -5,8 +5,8 @@ batch) of a group, N rows of an image, M members of an ensemble.
 """
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from .dispatch import ROUNDINGS, Routing, assign, at_most, expert_capacity, queu
 from .draws import drawn
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
+from .router import Router, ScriptableChoice
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
 #: What becomes of the gates of the chosen experts: kept, all one, or divided by their sum.
 GATE_MODES = ("prob", "one", "renorm")
 
 
-class RandomPartition(nn.Module):
+class RandomPartition(Router):
     """Random uniform partition of all rows over the experts, drawn anew at each call (EWA, section 3.1, eqs. 4-5).
 
     The parts have equal size; where T is not divisible by E the first ``T % E`` experts get one row more. The
@@ -34,9 +35,7 @@ class RandomPartition(nn.Module):
         num_experts: E.
     """
 
-    def __init__(self, num_experts: int):
-        super().__init__()
-        self.num_experts = num_experts
+    depends_on_input = False
 
     def forward(self, x: Tensor) -> Routing:
         """Partition the rows of x of shape (..., D)."""
@@ -122,8 +121,7 @@ class TopKRouter(RecordingRouter):
             raise ValueError(
                 "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
             )
-        super().__init__({name: weight for name, weight in loss_weights.items() if weight})
-        self.num_experts = num_experts
+        super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight})
         self.top_k = top_k
         self.noise_std = noise_std
         self.capacity_factor = capacity_factor
@@ -144,9 +142,29 @@ class TopKRouter(RecordingRouter):
         """Number of experts that a row goes to."""
         return self.top_k
 
-    def routing_degree(self) -> int:
-        """Number of sets of experts that a row, or an image that is routed as a whole, can go to (ViMoE, 4.2)."""
-        return math.comb(self.num_experts, self.top_k)
+    @contextmanager
+    def dropping_nothing(self) -> Iterator[None]:
+        """For the time of the block the capacity of eval mode is not in force."""
+        factor, self.eval_capacity_factor = self.eval_capacity_factor, None
+        try:
+            yield
+        finally:
+            self.eval_capacity_factor = factor
+
+    def share_evenly(self) -> None:
+        """On the meta device every expert computes as many rows as it has places: at a factor of 1, K for each."""
+        self.eval_capacity_factor, self.capacity_multiple, self.group_images = 1.0, 1, None
+
+    def scriptable_choice(self) -> ScriptableChoice:
+        """Without capacities; subclasses that choose in another way have none."""
+        if type(self) not in (TopKRouter, ImageRouter):
+            return super().scriptable_choice()  # raises
+        if self.eval_capacity_factor is not None:
+            raise RuntimeError(
+                f"TorchScript has no capacities, here eval_capacity_factor={self.eval_capacity_factor}: trace the "
+                "model in eval mode instead."
+            )
+        return ScriptableChoice(self.weight, self.top_k, self.gate_mode, self.routing_unit == "image")
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, ..., D).
@@ -245,6 +263,8 @@ class ImageRouter(TopKRouter):
 
     Arguments as :class:`TopKRouter`; capacities, groups and losses count images.
     """
+
+    routing_unit = "image"
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, N, D) by the first of each image.

@@ -7,7 +7,7 @@ import torch
 from timm.models import generate_default_cfgs, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
-from ..convert import moe_layers
+from ..convert.blocks import moe_layers
 from ..layers import Tile, ensemble_log_probabilities
 from .vision_transformer import VMOE, VMOE_S_CFG, MoeVisionTransformer, create_moe_vit
 

@@ -3,29 +3,26 @@
 Each family of timm has a module here that exists in memory only, ``timm_moe.models.ewa.swin_transformer`` for one. It
 holds the entrypoints, so that timm lists them with the family, and the classes of the models, each made when it is
 first asked for. An entrypoint calls timm's own, which builds ``Moe<Class>`` in place of ``<Class>`` and does all else
-as ever.
+as ever, see :func:`timm_moe.integrations.timm.building_instead`.
 """
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import timm
 from timm.models import (
     DefaultCfg,
     PretrainedCfg,
-    build_model_with_cfg,
     list_models,
     model_entrypoint,
     register_model,
 )
 from torch import nn
 
+from ..integrations.timm import add_module, building_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, architecture_args
 
@@ -106,59 +103,18 @@ def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What an entrypoint from here asks of timm's.
-
-    Attributes:
-        architecture: to be built with expert layers.
-        dense_args: arguments that the exported model needs.
-    """
-
-    architecture: str
-    dense_args: dict[str, Any]
-
-
-_requested: ContextVar[_Request | None] = ContextVar("requested", default=None)
-
-
-@functools.wraps(build_model_with_cfg)
-def _build_model_with_cfg(model_cls: Any, variant: str, *args: Any, **kwargs: Any) -> Any:
-    request = _requested.get()
-    if request is None:
-        return build_model_with_cfg(model_cls, variant, *args, **kwargs)
-    _requested.set(None)  # what is built meanwhile is a part of the model
-    if "out_features" in kwargs:  # which some look up by the pretrained tag: an exported model has none
-        request.dense_args["out_features"] = kwargs["out_features"]
-    # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
-    return build_model_with_cfg(expert_class(model_cls), f"{request.architecture}_ewa_moe", *args, **kwargs)
-
-
-@functools.cache
-def _reach_families() -> None:
-    """Put the wrapped ``build_model_with_cfg`` into the modules whose entrypoints are called from here."""
-    for family in _families.values():
-        if hasattr(family.stock_module, "build_model_with_cfg"):
-            family.stock_module.build_model_with_cfg = _build_model_with_cfg
-
-
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    _reach_families()
-    stock = model_entrypoint(architecture)
-    request = _Request(architecture, architecture_args(kwargs))
-    token = _requested.set(request)
-    try:
-        model = stock(pretrained=pretrained, **kwargs)
-        taken = _requested.get() is None
-    finally:
-        _requested.reset(token)
-    if not taken:
-        raise RuntimeError(f"timm {timm.__version__} did not build {architecture} with experts.")
+    dense_args = architecture_args(kwargs)
+    # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
+    with building_instead(expert_class, f"{architecture}_ewa_moe") as stated:
+        model = model_entrypoint(architecture)(pretrained=pretrained, **kwargs)
+    if "out_features" in stated:  # which some look up by the pretrained tag: an exported model has none
+        dense_args["out_features"] = stated["out_features"]
     # Some of timm's entrypoints look up their config before they build.
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": f"{architecture}_ewa_moe"})
     if isinstance(model, MoeMixin):  # a feature extractor around it is never exported
         model.dense_architecture = architecture
-        model.dense_args = request.dense_args
+        model.dense_args = dense_args
     return model
 
 
@@ -194,7 +150,8 @@ def _stock_architectures(family: str) -> Iterator[str]:
 
 
 def _register(family: str) -> _Family:
-    module = sys.modules[f"{__name__}.{family}"] = _Family(family)
+    module = _Family(family)
+    add_module(module)
     stock_cfgs = getattr(module.stock_module, "default_cfgs", {})
     for architecture in _stock_architectures(family):
         entrypoint = _entrypoint(architecture, module.__name__)

@@ -1,27 +1,20 @@
 """What a model class with expert layers adds to the stock timm class that it extends."""
 
-import inspect
 import logging
-import sys
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert import (
-    convert_to_moe,
-    copy_sharing_tensors,
-    dense_for_now,
-    expert_parameters,
-    moe_layers,
-    without_announcements,
-)
-from ..layers import TopKRouter, begin_forward
+from ..convert.blocks import copy_sharing_tensors, expert_parameters, moe_layers
+from ..convert.convert import convert_to_moe
+from ..convert.dense import dense_for_now, without_announcements
+from ..convert.routers import moe_options
+from ..integrations.timm import require_installed
+from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
 
 _logger = logging.getLogger(__name__)
 
-#: Options of the registered models: those of ``convert_to_moe``.
-MOE_OPTIONS = tuple(inspect.signature(convert_to_moe).parameters)[1:]
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
     *("pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "pretrained_strict", "cache_dir"),
@@ -44,11 +37,8 @@ class MoeMixin:
     dense_args: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
-        if __name__.partition(".")[0] not in sys.modules:  # timm cannot forget a name that was registered
-            raise ImportError(
-                "timm_moe could not be loaded, as a warning said: its models would train without its hooks."
-            )
-        options = {name: kwargs.pop(name) for name in MOE_OPTIONS if name in kwargs}
+        require_installed()
+        options = {name: kwargs.pop(name) for name in moe_options() if name in kwargs}
         super().__init__(*args, **kwargs)
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
@@ -69,7 +59,7 @@ class MoeMixin:
                 f"The checkpoint has experts, but none in {dense[0]}, where the model has some: create the model with "
                 "the moe_layers of the checkpoint."
             )
-        if dense and any(isinstance(layer.router, TopKRouter) for layer in moe_layers(self).values()):
+        if dense and any(layer.router.state_dict() for layer in moe_layers(self).values()):
             _logger.info(
                 "The weights are those of a dense model: the experts are copies of its networks, the routers untrained."
             )
@@ -125,6 +115,6 @@ def _current_args(model: Any) -> dict[str, Any]:
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that the exported dense model needs: no MoE options, nothing about loading, no drop rates."""
-    dropped = (*MOE_OPTIONS, *_NOT_ARCHITECTURE)
+    dropped = (*moe_options(), *_NOT_ARCHITECTURE)
     rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
     return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith(rates)}

@@ -14,13 +14,7 @@ from torch import nn
 
 from ..layers.checks import check_flag
 from .ewa import expert_class
-from .locality import (
-    LocalityAttention,
-    LocalityWindowAttention,
-    ShiftedPatchEmbed,
-    ShiftedPatchMerging,
-    ShiftedPooling,
-)
+from .locality import LocalityAttention, LocalityWindowAttention, ShiftedPatchEmbed, ShiftedPatchMerging, ShiftedPooling
 from .mixin import MoeMixin, architecture_args
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
 

@@ -7,9 +7,10 @@ from timm.models import generate_default_cfgs, register_model, register_notrace_
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from ..convert import moe_layers
+from ..convert.blocks import moe_layers
+from ..convert.routers import moe_options
 from ..layers.checks import check_flag
-from .mixin import MOE_OPTIONS, MoeMixin
+from .mixin import MoeMixin
 from .sharing import keep_once_in_state_dict
 from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
 
@@ -172,7 +173,7 @@ def _create(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
 
 def _create_without_experts(variant: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     """One dense network for all blocks."""
-    foreign = [name for name in kwargs if name in (*MOE_OPTIONS, "routing_groups") and name != "num_experts"]
+    foreign = [name for name in kwargs if name in (*moe_options(), "routing_groups") and name != "num_experts"]
     if foreign or kwargs.pop("num_experts", 0):
         raise ValueError(
             f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {variant} has not."

@@ -9,10 +9,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
-from ..convert import moe_layers
+from ..checkpoints.history import METRICS, Experts, History, public
+from ..convert.blocks import moe_layers
 from ..info import activated_parameters, is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
-from .history import METRICS, Experts, History, public
 
 #: Of each paper: arXiv number, first author, title, year.
 _PAPERS = {

@@ -18,9 +18,9 @@ from typing import Any
 from timm.models import PretrainedCfg, model_entrypoint
 from torch import nn
 
+from ..convert.routers import moe_options
 from ..info import check_registered
 from ..model_config import check_channels, check_preprocessing, shown
-from ..models.mixin import MOE_OPTIONS
 
 #: Sources of models as their names state them.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
@@ -133,18 +133,21 @@ def _is_scalar(value: Any, longest: int) -> bool:
     return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
-@functools.cache
 def architecture_arguments(architecture: str) -> frozenset[str]:
     """Names of the arguments that describe a registered model: its options here, and those of timm's classes.
 
     The classes are those that the module of its entrypoint knows, models of a number of classes and their configs. They
     may be more than the one that will be built, whose constructor refuses what it does not take.
     """
-    module = sys.modules[model_entrypoint(architecture).__module__]
-    known = [*vars(module).values(), *vars(getattr(module, "stock_module", module)).values()]
-    of_classes = (_arguments(value) for value in known if isinstance(value, type))
-    names = set().union(*of_classes, MOE_OPTIONS, _ENTRYPOINT_OPTIONS)
+    names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
     return frozenset(filter(_is_architecture, names))
+
+
+@functools.cache
+def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
+    module = sys.modules[entrypoint_module]
+    known = [*vars(module).values(), *vars(getattr(module, "stock_module", module)).values()]
+    return frozenset().union(*(_arguments(value) for value in known if isinstance(value, type)))
 
 
 def _arguments(known_class: type) -> set[str]:

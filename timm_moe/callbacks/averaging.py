@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert import moe_layers, whole_experts
-from ..distributed import local_part
+from ..convert.blocks import moe_layers, sharing, whole_experts
+from ..distributed.placement import local_part
 from ..layers import MoeMlp, WeakRegistry
 from ..schedules import check_share_rate, get_schedule
 
 _logger = logging.getLogger(__name__)
+
+#: Every expert layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
+living_layers: WeakRegistry[MoeMlp] = WeakRegistry()
+MoeMlp.observers.append(living_layers.add)
 
 #: Key of ``optimizer.param_groups[0]`` that counts the updates; there it travels with every optimizer checkpoint.
 UPDATES = "ewa_updates"
@@ -127,7 +131,7 @@ class ExpertWeightAveraging:
     the experts are averaged once the outermost step ends, also after a ``second_step`` of SAM. An optimizer prepared by
     Accelerate is followed where it really steps.
 
-    Under timm's train.py none of this has to be written: see :mod:`timm_moe.callbacks.timm_hooks`.
+    Under timm's train.py none of this has to be written: see :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
@@ -271,10 +275,14 @@ class ExpertWeightAveraging:
         return [self._named_rate(layer, progress) for layer in layers]
 
     def _named_rate(self, layer: MoeMlp, progress: float) -> float:
-        rate = layer.share_rate if self._share_rate is None else self._share_rate
+        rate, schedule = self._stated_sharing(layer)
         check_share_rate(rate, layer.num_experts)
-        name: Any = layer.share_schedule if self._schedule is None else self._schedule
-        return get_schedule(name)(progress, rate)
+        return get_schedule(schedule)(progress, rate)
+
+    def _stated_sharing(self, layer: MoeMlp) -> tuple[float, Any]:
+        """Rate and schedule as this averaging states them, else as the layer does."""
+        rate, schedule = sharing(layer)
+        return rate if self._share_rate is None else self._share_rate, self._schedule or schedule
 
     @torch.compiler.disable
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -295,8 +303,8 @@ class ExpertWeightAveraging:
         if callable(self._schedule):
             course = f"share rate by {getattr(self._schedule, '__name__', 'a function')}"
         else:
-            rate = layers[0].share_rate if self._share_rate is None else self._share_rate
-            course = f"share rate {rate:g}, schedule {self._schedule or layers[0].share_schedule}"
+            rate, schedule = self._stated_sharing(layers[0])
+            course = f"share rate {rate:g}, schedule {schedule}"
         after = f", continuing after update {self.updates}" if self.updates else ""
         return (
             f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, {course}, "

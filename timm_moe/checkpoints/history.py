@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..convert import moe_layers
+from ..convert.blocks import moe_layers, sharing
 from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg
@@ -97,7 +97,7 @@ class Experts(_Record):
             layers=len(layers),
             experts=layers[0].num_experts,
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
-            averaged=any(isinstance(layer, EwaMlp) or bool(layer.share_rate) for layer in layers),
+            averaged=any(isinstance(layer, EwaMlp) or bool(sharing(layer)[0]) for layer in layers),
             mean=all(isinstance(layer, EwaMlp) and layer.eval_mode == "average" for layer in layers),
             parameters=parameters(model),
         )
@@ -154,7 +154,7 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
     """What a source tells about its training: all there is if train.py wrote it, or if it was exported from that.
 
     Args:
-        source: as for :func:`timm_moe.callbacks.source.load_source`.
+        source: as for :func:`timm_moe.checkpoints.source.load_source`.
         model: what that made of it.
         use_ema: these are the EMA weights of a train.py checkpoint.
 

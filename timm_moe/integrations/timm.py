@@ -1,10 +1,11 @@
-"""How an unmodified train.py gets its callbacks. The only place that touches timm's training objects.
+"""timm, hooked: how an unmodified train.py gets its callbacks. The only module that changes objects of timm's.
 
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
 It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
 ``create_optimizer_v2`` tells biases and matrices by their number of dimensions, of which stacked ones have one more: it
 is told what they are. Its ``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in
-it, and compares each member of an ensemble with the targets.
+it, and compares each member of an ensemble with the targets. Its ``build_model_with_cfg`` is what every entrypoint of a
+model calls: it builds the class with experts where an entrypoint of this package asks for it.
 """
 
 import functools
@@ -13,10 +14,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import timm.task
 import torch
+from timm.models import build_model_with_cfg
 from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -26,10 +31,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert import expert_parameters
+from ..callbacks import averaging, router_losses
+from ..callbacks.averaging import (
+    UPDATES,
+    ExpertWeightAveraging,
+    is_primary,
+    layers_of_trained_experts,
+    living_layers,
+)
+from ..convert.blocks import expert_parameters, sharing
 from ..layers import EwaMlp, MemberLoss, MoeMlp, WeakRegistry
-from . import aux_loss, ewa
-from .ewa import UPDATES, ExpertWeightAveraging, is_primary, layers_of_trained_experts
 
 _logger = logging.getLogger(__name__)
 _scheduler_signature = inspect.signature(create_scheduler_v2)
@@ -117,7 +128,7 @@ class _RunAveraging(ExpertWeightAveraging):
             handle.remove()
 
     def layers(self) -> list[MoeMlp]:
-        return [layer for layer in MoeMlp.alive if layer.share_rate]
+        return [layer for layer in living_layers if sharing(layer)[0]]
 
     def seek_start(self, updates: int) -> None:
         """A scheduler is at this update, which is where the run starts, if training has not begun."""
@@ -126,8 +137,8 @@ class _RunAveraging(ExpertWeightAveraging):
 
 
 def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: int) -> None:
-    trained = layers_of_trained_experts(optimizer, MoeMlp.alive)
-    layers = [layer for layer in trained if layer.share_rate]
+    trained = layers_of_trained_experts(optimizer, living_layers)
+    layers = [layer for layer in trained if sharing(layer)[0]]
     earlier = ExpertWeightAveraging.of(optimizer)
     if not layers and any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
         _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
@@ -143,7 +154,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
 @functools.wraps(adaptive_clip_grad)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     given = [parameters] if isinstance(parameters, Tensor) else parameters
-    stacked = {id(parameter) for layer in MoeMlp.alive for _, parameter in layer.named_expert_parameters()}
+    stacked = {id(parameter) for layer in living_layers for _, parameter in layer.named_expert_parameters()}
     units = [part for p in given for part in (_experts_of(p) if id(p) in stacked else [p])]
     adaptive_clip_grad(units, *args, **kwargs)
 
@@ -164,9 +175,9 @@ def _with_router_losses(call: Any) -> Any:
     @functools.wraps(call)
     @torch.compiler.disable(recursive=False)  # timm 1.0.23 compiles the whole task; this is not for the graph
     def call_and_add(self: TrainingTask, *args: Any, **kwargs: Any) -> Any:
-        with aux_loss.gathering(self):
+        with router_losses.gathering(self):
             result = call(self, *args, **kwargs)
-        return aux_loss.with_auxiliary_loss(self, result)
+        return router_losses.with_auxiliary_loss(self, result)
 
     return call_and_add
 
@@ -221,7 +232,7 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
     @functools.wraps(method)
     def observe_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
         if position == "epoch":
-            aux_loss.log_epoch(self.optimizer)
+            router_losses.log_epoch(self.optimizer)
         averaging = ExpertWeightAveraging.of(self.optimizer)
         if isinstance(averaging, _RunAveraging):
             reached = args[0] if args else kwargs[position]
@@ -234,10 +245,10 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 @torch.compiler.disable  # the step of an optimizer may be compiled
 def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Say once that experts are trained which nothing averages, though they have a share rate."""
-    if not MoeMlp.alive or optimizer in _warned:
+    if not living_layers or optimizer in _warned:
         return
     averaged = {id(layer) for averaging in ExpertWeightAveraging.during(optimizer) for layer in averaging.layers()}
-    left_out = [layer for layer in MoeMlp.alive if layer.share_rate and id(layer) not in averaged]
+    left_out = [layer for layer in living_layers if sharing(layer)[0] and id(layer) not in averaged]
     names = [layer.path or "an expert layer" for layer in layers_of_trained_experts(optimizer, left_out)]
     if names:
         _warned.add(optimizer)
@@ -268,11 +279,11 @@ def _has_flat_parameters(optimizer: Optimizer) -> bool:
 @torch.compiler.disable
 def _refuse_dense_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise ValueError if an optimizer is that of a dense model, by its parameters or by the state that was loaded."""
-    for layer in MoeMlp.alive:
+    for layer in living_layers:
         replaced = {id(parameter) for parameter in layer.replaced}
         if replaced:
             _refuse_replaced(optimizer, layer, replaced)
-    for layer in layers_of_trained_experts(optimizer, MoeMlp.alive):
+    for layer in layers_of_trained_experts(optimizer, living_layers):
         for _, stacked in layer.named_expert_parameters():
             state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for other processes' parts
             moment = state.get("exp_avg", state.get("momentum_buffer"))
@@ -293,8 +304,72 @@ def _refuse_replaced(optimizer: Optimizer, layer: MoeMlp, replaced: set[int]) ->
         )
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What the next model that timm builds shall be.
+
+    Attributes:
+        class_instead: of the class that timm names, the one to build.
+        variant: name of the model.
+        stated: to be filled with what timm's builder is given.
+    """
+
+    class_instead: Callable[[type[nn.Module]], type[nn.Module]]
+    variant: str
+    stated: dict[str, Any]
+
+
+_requested: ContextVar[_Request | None] = ContextVar("requested", default=None)
+
+
+@contextmanager
+def building_instead(
+    class_instead: Callable[[type[nn.Module]], type[nn.Module]], variant: str
+) -> Iterator[dict[str, Any]]:
+    """In the block an entrypoint of timm's builds a model of another class, and does all else as ever.
+
+    Args:
+        class_instead: of the class that timm names, the one to build.
+        variant: name of the model to build.
+
+    Yields:
+        What the entrypoint gives to timm's builder, once it has.
+
+    Raises:
+        ImportError: as :func:`require_installed`.
+        RuntimeError: at the end, if the entrypoint did not come by timm's builder.
+    """
+    require_installed()
+    stated: dict[str, Any] = {}
+    request = _Request(class_instead, variant, stated)
+    token = _requested.set(request)
+    try:
+        yield stated
+        taken = _requested.get() is None
+    finally:
+        _requested.reset(token)
+    if not taken:
+        raise RuntimeError(f"timm {timm.__version__} did not build {variant}.")
+
+
+@functools.wraps(build_model_with_cfg)
+def _build_model_with_cfg(model_cls: Any, variant: str, *args: Any, **kwargs: Any) -> Any:
+    request = _requested.get()
+    if request is None:
+        return build_model_with_cfg(model_cls, variant, *args, **kwargs)
+    _requested.set(None)  # what is built meanwhile is a part of the model
+    request.stated.update(kwargs)
+    return build_model_with_cfg(request.class_instead(model_cls), request.variant, *args, **kwargs)
+
+
+def add_module(module: ModuleType) -> None:
+    """Make a module that exists in memory only one that Python, and so timm's registry and pickle, can look up."""
+    sys.modules[module.__name__] = module
+
+
 #: timm's functions that are wrapped, wherever they stand.
 _WRAPPED = (
+    (build_model_with_cfg, _build_model_with_cfg),
     (create_optimizer_v2, _create_optimizer_v2),
     (create_scheduler_v2, _create_scheduler_v2),
     (adaptive_clip_grad, _adaptive_clip_grad),
@@ -327,6 +402,12 @@ def install() -> None:
         raise
 
 
+def require_installed() -> None:
+    """Raise ImportError where this package failed to load: timm cannot forget the names that it had registered."""
+    if not _undo:
+        raise ImportError("timm_moe could not be loaded, as a warning said: its models would train without its hooks.")
+
+
 def _install() -> None:
     wrap_factories()
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
@@ -336,7 +417,7 @@ def _install() -> None:
     _replace(ClassificationTask, "__init__", _with_member_loss(ClassificationTask.__init__))
     for task_class in _DISTILLATION_TASKS:
         _replace(task_class, "__init__", _without_members(task_class.__init__))
-    for hook in (ewa.before_step, _warn_without_averaging, _refuse_dense_optimizer, aux_loss.before_step):
+    for hook in (averaging.before_step, _warn_without_averaging, _refuse_dense_optimizer, router_losses.before_step):
         _undo.append(register_optimizer_step_pre_hook(hook).remove)
 
 

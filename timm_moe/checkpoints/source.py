@@ -19,9 +19,8 @@ from timm.models import clean_state_dict
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert import moe_layers
+from ..convert.blocks import moe_layers
 from ..info import check_registered
-from ..layers import TopKRouter
 from ..model_config import (
     Preprocessing,
     get_pretrained_cfg,
@@ -72,7 +71,7 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
 
     A file is loaded as it is or not at all: every tensor of the model is in it, and none is left over (but that a dense
     network's weights become those of each expert, of which the log tells). What it states leads to no other file and to
-    no request, see :mod:`timm_moe.callbacks.stated`.
+    no request, see :mod:`timm_moe.checkpoints.stated`.
 
     Args:
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and weights, as path or
@@ -184,8 +183,8 @@ def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
 
 
 def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor], path: Path, name: str) -> None:
-    routers = [path for path, layer in moe_layers(model).items() if isinstance(layer.router, TopKRouter)]
-    if routers and not any(f"{router}.router.weight" in state_dict for router in routers):
+    learned = [f"{path}.router." for path, layer in moe_layers(model).items() if layer.router.state_dict()]
+    if learned and not any(name.startswith(tuple(learned)) for name in state_dict):
         _logger.warning(
             f"{path} holds a dense model: the routers of {name} are untrained, and its experts all copies of one, so "
             "what is measured or written is no trained expert model."

@@ -1,4 +1,4 @@
-"""How good a classifier, or an ensemble of classifiers, is on a folder of images: all of :mod:`timm_moe.metrics`."""
+"""How good a classifier, or an ensemble of classifiers, is on a folder of images: all of :mod:`.metrics`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,8 +6,8 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
+from ..checkpoints.source import ModelSpec
 from . import metrics
-from .callbacks.source import ModelSpec
 from .data import Inference, Source, batches, describe_source, load_classifiers
 
 #: What the numbers of an evaluation are called in a table, and their format.
@@ -45,8 +45,8 @@ def evaluate(
     ensemble predicts the mean of its members' probabilities (pBE, arXiv 2110.03360, section 4).
 
     Args:
-        sources: of the models, as :func:`timm_moe.callbacks.source.load_source` takes them.
-        images: from :func:`timm_moe.data.image_folder`.
+        sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
+        images: from :func:`timm_moe.analysis.data.image_folder`.
         ood_images: images of another distribution, to be told from the first by the largest mean probability; their
             classes do not matter.
         spec: model to create for files that do not name it.

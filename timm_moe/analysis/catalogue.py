@@ -1,4 +1,4 @@
-"""Every ``<architecture>_ewa_moe`` with its size: ``python -m timm_moe.catalogue > docs/models.md``."""
+"""Every ``<architecture>_ewa_moe`` with its size, for docs/generated/models.md: the command prints that page."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -6,9 +6,9 @@ from itertools import groupby
 
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
-from .convert import ffn_paths, moe_layers
-from .info import activated_parameters, parameters, weightless_model
-from .models import ewa
+from ..convert.blocks import ffn_paths, moe_layers
+from ..info import activated_parameters, parameters, weightless_model
+from ..models import ewa
 
 _INTRODUCTION = """\
 # EWA for every architecture of timm, by name
@@ -34,15 +34,15 @@ pair. What a CaiT, XCiT or VOLO sends through the last blocks is the class token
 of the batch. CoaT's parallel blocks share one network among their scales, and so one set of experts.
 
 *Networks* are those that got experts by default, of all that could. *Training* and *exported* are parameters, with 4
-experts. *Tags* counts the stock model's pretrained weights. The page is what `python -m timm_moe.catalogue` prints; it
-builds every model without its weights.
+experts. *Tags* counts the stock model's pretrained weights. The page is what `python -m timm_moe.analysis.catalogue`
+prints; it builds every model without its weights.
 
 ## Checked
 
-`python tests/every_model.py docs/models_checked.md` checks each name: that random dense weights, loaded as pretrained
-ones, give the stock model's outputs in eval and in training mode, and that `export_dense` gives these weights back bit
-for bit. The 565 of timm 1.0.31 all pass; [models_checked.md](models_checked.md) has them one by one, and which were
-made smaller for it (those of many parameters have fewer blocks, most have smaller images).
+`python tests/every_model.py docs/generated/models_checked.md` checks each name: that random dense weights, loaded as
+pretrained ones, give the stock model's outputs in eval and in training mode, and that `export_dense` gives these
+weights back bit for bit. The 565 of timm 1.0.31 all pass; [models_checked.md](models_checked.md) has them one by one,
+and which were made smaller for it (those of many parameters have fewer blocks, most have smaller images).
 
 ## Left out
 
@@ -58,7 +58,7 @@ layer serves attention and the network.
 
 
 def sections(architectures: Iterable[str]) -> Iterator[str]:
-    """The text of docs/models.md, in pieces as they are made."""
+    """The text of docs/generated/models.md, in pieces as they are made."""
     yield _INTRODUCTION
     for family, of_family in groupby(architectures, key=_family):
         yield f"\n## {family}\n\n| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"

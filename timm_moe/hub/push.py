@@ -29,13 +29,13 @@ from huggingface_hub.utils import (
 )
 from torch import nn
 
-from ..convert import moe_layers
+from ..callbacks.export import export_dense, export_moe, load_exactly, state_classes_once, stated_labels
+from ..checkpoints.history import History, recorded_history
+from ..checkpoints.source import ModelSpec, describe, load_source
+from ..convert.blocks import moe_layers
 from ..files import scratch_folder
 from ..version import __version__
-from .export import export_dense, export_moe, load_exactly, state_classes_once, stated_labels
-from .history import History, recorded_history
 from .model_card import Card, Statements
-from .source import ModelSpec, describe, load_source
 
 _logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .convert import expert_parameters
+from ..convert.blocks import expert_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard

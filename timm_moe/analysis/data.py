@@ -13,8 +13,8 @@ from timm.data import ImageDataset, create_dataset, create_loader
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .callbacks.source import ModelSpec, describe, load_source
-from .model_config import get_pretrained_cfg, preprocessing
+from ..checkpoints.source import ModelSpec, describe, load_source
+from ..model_config import get_pretrained_cfg, preprocessing
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def load_classifiers(
     the images' have other names, a warning says so.
 
     Args:
-        sources: whatever :func:`timm_moe.callbacks.source.load_source` takes.
+        sources: whatever :func:`timm_moe.checkpoints.source.load_source` takes.
         images: from :func:`image_folder`.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert import moe_layers
+from ..convert.blocks import moe_layers
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
-from .ewa import is_primary, trained_layers
+from .averaging import is_primary, living_layers, trained_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def with_auxiliary_loss(task: nn.Module, result: dict[str, Any]) -> dict[str, An
 @torch.compiler.disable
 def before_step(optimizer: Optimizer, *args: Any) -> None:
     """Optimizer pre-hook: raise RuntimeError if routers that it trains have losses which nobody added."""
-    routed: list[Any] = [layer for layer in MoeMlp.alive if isinstance(layer.router, RecordingRouter)]
+    routed: list[Any] = [layer for layer in living_layers if isinstance(layer.router, RecordingRouter)]
     trained: list[Any] = trained_layers(optimizer, routed) if routed else []
     for layer in routed:
         if layer not in trained:
@@ -177,7 +177,7 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
 
 def log_epoch(optimizer: Optimizer) -> None:
     """Log the summary of each router that the optimizer trains, and begin anew; done at the end of an epoch."""
-    trained = [layer for layer in trained_layers(optimizer, MoeMlp.alive) if layer.router in _totals]
+    trained = [layer for layer in trained_layers(optimizer, living_layers) if layer.router in _totals]
     for layer in sorted(trained, key=_order):
         totals = _totals[layer.router]
         if not totals.complete:

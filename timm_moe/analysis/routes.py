@@ -8,21 +8,21 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from .convert import moe_layers
+from ..convert.blocks import moe_layers
+from ..files import check_folder, check_writable, dump_json, publish, staged
+from ..layers import MoeMlp, Routing
 from .data import Inference, batches, class_names
-from .files import check_folder, check_writable, dump_json, publish, staged
-from .layers import MoeMlp, RandomPartition, Routing, TopKRouter
 
 _logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
     Capacities are not in force, so that every choice has a place at its expert. A token is of the class of its image.
 
     Args:
-        model: from :func:`timm_moe.data.load_classifiers`.
-        images: from :func:`timm_moe.data.image_folder`.
+        model: from :func:`timm_moe.analysis.data.load_classifiers`.
+        images: from :func:`timm_moe.analysis.data.image_folder`.
         inference: how forwards are run.
 
     Raises:
@@ -89,7 +89,7 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
             labels.append(batch_labels.cpu())
     present, indices = torch.cat(labels).unique(return_inverse=True)
     classes = [class_names(images)[number] for number in present.tolist()]
-    degrees = [cast(TopKRouter, layers[layer].router).routing_degree() for layer, _ in calls]
+    degrees = [layers[layer].routed_by.routing_degree() for layer, _ in calls]
     return [
         Routes(name, routing.place.shape[1], degree, torch.cat(parts), indices, classes)
         for name, (_, routing), degree, parts in zip(
@@ -107,7 +107,7 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
-    routed = {name: layer for name, layer in layers.items() if not isinstance(layer.router, RandomPartition)}
+    routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
     if not routed:
         raise ValueError("All expert layers of this model are random partitions, which do not depend on the images.")
     return routed
@@ -122,17 +122,12 @@ def _watched(layers: Mapping[str, MoeMlp]) -> Iterator[list[tuple[str, Routing]]
         calls.append((name, routing))
 
     handles = [layer.router.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
-    routers = [layer.router for layer in layers.values() if isinstance(layer.router, TopKRouter)]
-    factors = [router.eval_capacity_factor for router in routers]
-    for router in routers:
-        router.eval_capacity_factor = None
-    try:
-        yield calls
-    finally:
-        for router, factor in zip(routers, factors, strict=True):
-            router.eval_capacity_factor = factor
+    with ExitStack() as stack:
         for handle in handles:
-            handle.remove()
+            stack.callback(handle.remove)
+        for layer in layers.values():
+            stack.enter_context(layer.routed_by.dropping_nothing())
+        yield calls
 
 
 def _count_choices(routing: Routing, images: int) -> Tensor:

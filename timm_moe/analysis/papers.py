@@ -1,6 +1,6 @@
 """The size and cost of the models as the papers print them, and the same measured on the models.
 
-``python -m timm_moe.papers > docs/papers.md`` writes the page of all of them.
+``python -m timm_moe.analysis.papers > docs/generated/papers.md`` writes the page of all of them.
 """
 
 import math
@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from .convert import moe_layers
-from .info import (
+from ..convert.blocks import moe_layers
+from ..info import (
     activated_parameters,
     evaluation_cost,
-    expert_parameters,
     is_named_after_stock,
     model_info,
     parameters,
+    parameters_of_an_expert,
     registered_models,
     router_parameters,
     training_flops,
@@ -142,7 +142,7 @@ def _reached(experts: float) -> Quantity:
     def measure(model: nn.Module) -> float:
         layers = list(moe_layers(model).values())
         idle = sum(layer.num_experts for layer in layers) - experts
-        return (parameters(model) - router_parameters(model) - idle * expert_parameters(layers[0])) / 1e6
+        return (parameters(model) - router_parameters(model) - idle * parameters_of_an_expert(layers[0])) / 1e6
 
     return Quantity(f"activated parameters (M), {experts} routed experts reached", _on_module(measure))
 
@@ -386,8 +386,8 @@ _INTRODUCTION = """\
 # The models beside their papers
 
 What the papers print about the size and cost of the models, and what the models of this package have. This page is what
-`python -m timm_moe.papers` prints: it builds every model without its weights and measures it. `timm-moe info MODEL`
-shows the rows of one model.
+`python -m timm_moe.analysis.papers` prints: it builds every model without its weights and measures it.
+`timm-moe info MODEL` shows the rows of one model.
 
 ## The models as registered
 
@@ -423,7 +423,7 @@ is not known. The quantities:
 
 
 def page(values: Sequence[float]) -> str:
-    """The text of docs/papers.md, given what each of :data:`FIGURES` is for the models."""
+    """The text of docs/generated/papers.md, given what each of :data:`FIGURES` is for the models."""
     sections = [_INTRODUCTION, _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes())]
     sections.append(_LEGEND)
     for paper, number in PAPERS.items():
@@ -447,7 +447,7 @@ def page(values: Sequence[float]) -> str:
 def _sizes() -> Iterator[list[str]]:
     for name in registered_models():
         if is_named_after_stock(name):
-            continue  # these are in docs/models.md
+            continue  # these are in docs/generated/models.md
         info = model_info(name)
         exported = "" if info.exported is None else _number(info.exported)
         pixels = "x".join(str(size) for size in info.input_size[1:])

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layers.ensemble import ensemble_log_probabilities
+from ..layers.ensemble import ensemble_log_probabilities
 
 try:
     from torchmetrics import Metric
     from torchmetrics.classification import BinaryAUROC, BinaryROC, MulticlassCalibrationError
     from torchmetrics.utilities import dim_zero_cat
 except ModuleNotFoundError as error:
-    raise ImportError(f"timm_moe.metrics needs {error.name}: pip install torchmetrics.") from error
+    raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
 
 __all__ = [
     "AUROC",

@@ -1,0 +1,16 @@
+"""A network becomes experts, and back."""
+
+from .blocks import expert_parameters, ffn_paths, moe_layers
+from .convert import convert_to_moe
+from .dense import to_dense
+from .routers import RouterSpec, register_router
+
+__all__ = [
+    "RouterSpec",
+    "convert_to_moe",
+    "expert_parameters",
+    "ffn_paths",
+    "moe_layers",
+    "register_router",
+    "to_dense",
+]

@@ -1,0 +1,154 @@
+"""The feed-forward networks of a model that can become experts, and those that did."""
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from timm.layers import GluMlp, Mlp, SwiGLU
+from timm.models.tiny_vit import NormMlp
+from timm.models.vitamin import GeGluMlp
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+
+from ..layers import EwaMlp, MoeMlp
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+#: Feed-forward networks that act on each token by itself; older versions of timm have fewer.
+FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
+with contextlib.suppress(ImportError):
+    from timm.models.gemma4_vit import Gemma4GatedMlp
+
+    FFN_CLASSES += (Gemma4GatedMlp,)
+
+
+def ffn_paths(model: nn.Module) -> list[str]:
+    """Names of the feed-forward networks that could become experts, in order.
+
+    They are the ``mlp...`` of a numbered block, or of a part of one as MaxViT's ``attn_grid``. Those deeper inside, of
+    relative positions for instance, do not map tokens, and a mixer's ``mlp_tokens`` sees all tokens at once.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if re.search(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$", name)
+        and (isinstance(module, MoeMlp) or _acts_on_each_token(module))
+    ]
+
+
+def _acts_on_each_token(module: nn.Module) -> bool:
+    convolutional = any(isinstance(child, nn.Conv2d) for child in module.children())
+    return type(module) in FFN_CLASSES and not convolutional and next(module.buffers(), None) is None
+
+
+def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int]:
+    """Block numbers for a placement rule (see :func:`convert_to_moe`) in a model of ``depth`` blocks.
+
+    Raises:
+        ValueError: if the rule is unknown or asks for blocks that the model does not have.
+    """
+    if isinstance(moe_layers, str):
+        rule, _, number = moe_layers.rpartition("-")
+        if rule in ("every", "last", "tail") and number.isdecimal():
+            return _blocks_by_rule(rule, int(number), depth)
+        parts: list[Any] = list(moe_layers.split(","))
+        blocks = [int(part) for part in parts if part.strip().isdecimal()]
+    else:
+        parts = list(moe_layers) if isinstance(moe_layers, Iterable) else [moe_layers]
+        blocks = [part for part in parts if type(part) is int]
+    if not parts or len(blocks) < len(parts):
+        raise ValueError(
+            f"moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers such as '1,3,5', got {moe_layers!r}."
+        )
+    outside = [block for block in blocks if not 0 <= block < depth]
+    if outside:
+        raise ValueError(f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1}.")
+    if len(set(blocks)) < len(blocks):
+        raise ValueError(f"moe_layers names a block twice: {moe_layers!r}.")
+    return sorted(blocks)
+
+
+def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
+    choices = {"every": range(number - 1, depth, max(number, 1)), "last": range(1, depth, 2), "tail": range(depth)}
+    blocks = choices[rule]
+    if rule == "every":
+        available, enough = depth, 1 <= number <= depth
+    else:
+        available, enough = len(blocks), 1 <= number <= len(blocks)
+        blocks = blocks[-number:]
+    if not enough:
+        kind = "odd-numbered blocks" if rule == "last" else "blocks"
+        raise ValueError(
+            f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {available}, the number of {kind} "
+            "with an Mlp."
+        )
+    return list(blocks)
+
+
+def sharing(layer: MoeMlp) -> tuple[float, str]:
+    """Share rate and schedule of a layer's experts, as conversion noted them; else EWA's for random partitions."""
+    rate = 0.3 if isinstance(layer, EwaMlp) else 0.0
+    return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", "linear")
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
+    """The expert layers of a model by name, in order: ``{"blocks.1.mlp": MoeMlp, ...}``."""
+    return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, MoeMlp)}
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The experts' parameters, (E, ...), by the names that the model, however wrapped, has for them."""
+    experts = {
+        id(stacked)
+        for layer in model.modules()
+        if isinstance(layer, MoeMlp)
+        for _, stacked in layer.named_expert_parameters()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+
+
+def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
+    """The stacked tensors of a layer by their dense names, each of them (E, ...).
+
+    Raises:
+        ValueError: if a wrapper holds them in another form, as FSDP1 does.
+    """
+    experts: dict[str, Tensor] = {name: attrgetter(name)(layer) for name in layer.stacked_shapes}
+    for name, shape in layer.stacked_shapes.items():
+        stacked = experts[name]
+        # Such a wrapper may take the parameters out of their module altogether.
+        taken = not isinstance(stacked, nn.Parameter) and not _has_parameters(layer, name)
+        if stacked.shape != shape or taken:
+            raise ValueError(
+                f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since a wrapper holds "
+                f"them in flat pieces ({name} should have the shape {tuple(shape)}): FullyShardedDataParallel does; "
+                "take fully_shard (FSDP2) with timm_moe.expert_placement, or work on the whole weights, within "
+                "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
+            )
+    return experts
+
+
+def _has_parameters(layer: MoeMlp, name: str) -> bool:
+    """Whether the module that a parameter of this name belongs to has any."""
+    return next(layer.get_submodule(name.rpartition(".")[0]).parameters(), None) is not None
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, in every block that shares it."""
+    for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is old]:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new)
+
+
+def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -> ModelT:
+    """A copy with the very parameters and buffers of the model.
+
+    Args:
+        model: any module.
+        instead: by the id of a module in it, what the copy has in its place.
+    """
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, {**memo, **(instead or {})})

@@ -1,0 +1,166 @@
+"""The feed-forward networks of chosen blocks become expert layers."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from timm.models import register_notrace_module
+from torch import nn
+
+from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
+from ..layers.checks import check_flag, check_integer
+from ..schedules import check_share_rate, get_schedule
+from .blocks import ffn_paths, replace_module, select_blocks
+from .routers import MakeRouter, RouterSpec, get_spec, split_options
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
+register_notrace_module(MoeMlp)
+register_notrace_module(EwaMlp)
+register_notrace_module(SharedExpertMlp)
+
+
+def convert_to_moe(
+    model: ModelT,
+    num_experts: int = 4,
+    moe_layers: str | int | Iterable[int] = "every-2",
+    router: str | RouterSpec | MakeRouter = "random",
+    expert_init: str = "same",
+    share_rate: float | None = None,
+    share_schedule: str | None = None,
+    expert_dropout: float | None = None,
+    **options: Any,
+) -> ModelT:
+    """Replace the feed-forward networks of some blocks of a timm model by expert layers, in place.
+
+    Args:
+        model: a timm model whose numbered blocks hold an ``mlp`` (ViT, DeiT, Swin, ...).
+        num_experts: E, the number of experts in each layer.
+        moe_layers: which blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
+            ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
+            ``"1,3,5"`` or as integers.
+        router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; or the name of
+            another that was registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a
+            callable ``(dim, num_experts) -> nn.Module``.
+        expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
+            ``"independent"`` draws them anew at the scale of the initial weights (for training from scratch).
+        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
+            random partitions; routed experts are only averaged if this or ``share_schedule`` is given (Early EWA).
+        share_schedule: its course over training: ``"linear"`` (default for random partitions), ``"constant"``,
+            ``"early"`` (default for routed experts) or ``"late"``.
+        expert_dropout: rate of the dropout inside the experts; by default that of the dense network.
+        options: of the router and of its layer, as follows.
+
+    Of ``router="random"``:
+        eval_mode: ``"average"`` evaluates the mean of the experts, which is what is exported;
+            ``"partition"`` evaluates the experts on random partitions (for analysis).
+
+    Of every other router:
+        shared_expert: add one more expert that every token passes through, without a gate (ViMoE).
+        shared_init: what it begins as: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, adding
+            nothing.
+
+    Of ``router="top_k"``:
+        top_k: K, the experts of each token.
+        noise_std: standard deviation, times E, of the noise on the router's logits in training.
+        capacity_factor: in training, experts take this times their even share of the choices; None or ``"none"`` to
+            drop nothing (timm's ``create_model`` drops options that are None).
+        eval_capacity_factor: the same in eval mode.
+        capacity_multiple: capacities are rounded up to a multiple of this.
+        capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
+        batch_priority: let the tokens that the router is surest of queue first.
+        group_images: images that share queues, capacities and router losses; by default the local batch.
+        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``, ``"balance_top_k"`` or several
+            joined by ``+``.
+        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In a loop of
+            your own, :func:`timm_moe.auxiliary_loss` is this sum.
+        routing_unit: ``"token"``, or ``"image"``: all tokens of an image go where its class token, the first, goes
+            (ViMoE).
+        gate_mode: factor of a chosen expert's output: its gate, ``"prob"``; ``"one"``; or ``"renorm"``, its gate
+            divided by the sum of the chosen experts'.
+        ensemble_size: M, members among which the experts are divided; 1 for none (pBE).
+        ensemble: how. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its experts.
+            Ablations: ``"tiling"``: the same with all experts for all members, which differ by noise alone, also in
+            eval mode; ``"partitioning"``: each image once, each token chooses K experts of each part; ``"multi_head"``:
+            M = K, in the last layer the k-th choice of each token goes to the k-th member. All but ``"partitioning"``
+            need a model that repeats the images and takes the members' outputs apart, as ``vmoe_pbe_*`` do.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if an option is not one of the above, does not go with the router, or the model has no block that
+            can be converted; the model is then unchanged.
+        TypeError: if no router has an option of that name, or the router does not return a module.
+    """
+    spec = get_spec(router)
+    check_integer("num_experts", num_experts, 1)
+    router_options, layer_options = split_options(spec, options)
+    _check_shared_expert(layer_options)
+    spec.check(model, router_options)
+    rate, schedule = _sharing(spec, num_experts, share_rate, share_schedule)
+    layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
+    chosen = _chosen_networks(model, moe_layers)
+    layers = {
+        path: spec.layer(
+            ffn,
+            _make_router(spec, ffn, num_experts, path == list(chosen)[-1], router_options),
+            num_experts,
+            **layer_options,
+        )
+        for path, ffn in chosen.items()
+    }
+    for path, layer in layers.items():
+        layer.path, layer.replaced = path, WeakRegistry(chosen[path].parameters())
+        vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not know of it
+        replace_module(model, chosen[path], layer.train(model.training))
+    if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
+        model.register_forward_pre_hook(begin_forward)
+    return model
+
+
+def _check_shared_expert(layer_options: dict[str, Any]) -> None:
+    shared_expert = layer_options.get("shared_expert", False)
+    check_flag("shared_expert", shared_expert)
+    if layer_options.get("shared_init", "pretrained") != "pretrained" and not shared_expert:
+        raise ValueError(f"shared_init={layer_options['shared_init']!r} is an option of shared_expert=True.")
+
+
+def _sharing(
+    spec: RouterSpec, num_experts: int, share_rate: float | None, share_schedule: str | None
+) -> tuple[float, str]:
+    """Share rate and schedule, with the router's defaults."""
+    averaged = spec.averaged or share_rate is not None or share_schedule is not None
+    rate = (spec.share_rate if averaged else 0.0) if share_rate is None else share_rate
+    schedule = spec.share_schedule if share_schedule is None else share_schedule
+    check_share_rate(rate, num_experts)
+    get_schedule(schedule)
+    return rate, schedule
+
+
+def _chosen_networks(model: nn.Module, moe_layers: str | int | Iterable[int]) -> dict[str, nn.Module]:
+    """The networks of the chosen blocks by name; ValueError if one is an expert layer already, or there are none."""
+    paths = ffn_paths(model)
+    if not paths:
+        raise ValueError(
+            f"{type(model).__name__} has no numbered block with an mlp of linear layers that could become experts."
+        )
+    chosen = {paths[block]: model.get_submodule(paths[block]) for block in select_blocks(moe_layers, len(paths))}
+    for path, ffn in chosen.items():
+        if isinstance(ffn, MoeMlp):
+            raise ValueError(f"{path} is an expert layer already.")
+    return chosen
+
+
+def _make_router(
+    spec: RouterSpec, ffn: nn.Module, num_experts: int, is_last: bool, options: dict[str, Any]
+) -> nn.Module:
+    """A router of the rows that a network takes, on its device and of its type."""
+    factory = spec.last_factory if is_last and spec.last_factory is not None else spec.factory
+    first = next(module for module in ffn.modules() if isinstance(module, nn.Linear))
+    with torch.device(first.weight.device):
+        router = factory(first.in_features, num_experts, **options)
+    if not isinstance(router, nn.Module):
+        raise TypeError(f"The router {spec.name!r} is a {type(router).__name__}, not a torch.nn.Module.")
+    return router.to(first.weight.dtype)

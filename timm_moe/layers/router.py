@@ -1,0 +1,83 @@
+"""What the rest of the package asks of a router beside its routing, and the way to write one of your own."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .dispatch import Routing, assign, queue
+
+
+class ScriptableChoice(NamedTuple):
+    """How a router chooses in eval mode, in terms that TorchScript has.
+
+    Attributes:
+        weight: (E, D) of the linear layer whose outputs are the logits.
+        top_k: K, experts of each row.
+        gate_mode: see :class:`TopKRouter`.
+        by_image: whether the first row of each image chooses for all of its rows.
+    """
+
+    weight: Tensor
+    top_k: int
+    gate_mode: str
+    by_image: bool
+
+
+class Router(nn.Module):
+    """Maps rows x of shape (..., D) to a :class:`Routing` over E experts; subclasses write ``forward``.
+
+    Any module that does so can route. What it does not state by being one of these is taken from this class: one
+    expert for each row, rows that are routed one by one by what is in them, no capacities.
+
+    Args:
+        num_experts: E.
+
+    Attributes:
+        routing_unit: what is routed, ``"token"`` or ``"image"``, all rows of an entry of the batch together.
+        depends_on_input: whether the numbers in a row decide where it goes.
+    """
+
+    routing_unit = "token"
+    depends_on_input = True
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def experts_of_row(self) -> int:
+        """Number of experts that a row goes to."""
+        return 1
+
+    def routing_degree(self) -> int:
+        """Number of sets of experts that a row, or an image that is routed as a whole, can go to (ViMoE, 4.2)."""
+        return math.comb(self.num_experts, self.experts_of_row())
+
+    @contextmanager
+    def dropping_nothing(self) -> Iterator[None]:
+        """For the time of the block no choice is dropped in eval mode."""
+        yield
+
+    def share_evenly(self) -> None:
+        """From now on, on the meta device, each expert takes its even share of a batch that E divides."""
+
+    def scriptable_choice(self) -> ScriptableChoice:
+        """For TorchScript; RuntimeError if it cannot choose as this router does."""
+        raise RuntimeError(f"TorchScript has no {type(self).__name__}: trace the model in eval mode instead.")
+
+
+def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
+    """The routing that sends every row to its chosen experts and drops nothing.
+
+    Args:
+        expert_TK: (T, K) integers in [0, E), those of a row all different.
+        weight_TK: (T, K) factors of the experts' outputs; gradients reach what they were computed from.
+        num_experts: E.
+    """
+    rows, choices = expert_TK.shape
+    line = queue(expert_TK[None], num_experts)
+    # On the meta device, where costs are counted, rows are spread evenly.
+    capacity = math.ceil(rows * choices / num_experts) if expert_TK.is_meta else rows
+    return assign(expert_TK[None], weight_TK[None], line, capacity)
