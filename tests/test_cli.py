@@ -152,6 +152,7 @@ def test_the_installed_command_and_its_help():
     assert {"demo", "export", "list", "info"} <= set(done.stdout.split())
 
 
+@pytest.mark.ci
 def test_demo(tmp_path, capsys):
     pytest.importorskip("sklearn")
     assert main(["demo", "--output", str(tmp_path / "demo"), "--epochs", "2"]) == 0

@@ -223,6 +223,7 @@ def train(model, images, labels, epochs, lr):
     return model.eval()
 
 
+@pytest.mark.ci
 def test_members_are_far_more_diverse_than_those_of_tiling_alone():
     """Fine-tuned from one V-MoE as in the paper (table 3); measured here: 0.073 and 0.011."""
     (images, labels), (test_images, test_labels) = load_images()
@@ -344,6 +345,7 @@ def test_copies_compute_the_same(images, duplicate):
     torch.testing.assert_close(duplicate(model)(images), model(images))
 
 
+@pytest.mark.ci
 def test_checkpointing_and_compilation(images):
     model = ensemble(noise_std=0, aux_loss="importance", expert_dropout=0.0)
     expected = model(images)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from processes import run_script
 
@@ -21,6 +22,7 @@ def test_custom_loop(tmp_path):
     assert (tmp_path / "exported/model.safetensors").is_file()
 
 
+@pytest.mark.ci
 def test_routed_loop(tmp_path):
     done = run_script(EXAMPLES / "routed_loop.py", 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -29,6 +31,7 @@ def test_routed_loop(tmp_path):
     assert accuracies[2] > max(30, accuracies[0])
 
 
+@pytest.mark.ci
 def test_segmentation(tmp_path):
     done = run_script(EXAMPLES / "segmentation.py", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

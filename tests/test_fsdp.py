@@ -254,6 +254,7 @@ def test_experts_are_cut_along_their_largest_other_dimension(ewa_vit):
 
 
 @needs_fsdp_on_cpus
+@pytest.mark.ci
 def test_the_example(tmp_path):
     example = Path(__file__).parents[1] / "examples" / "fsdp_loop.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -104,6 +104,7 @@ def test_a_compiler_that_keeps_no_state_is_refused():
         loss_and_gradients("eager", True)
 
 
+@pytest.mark.ci
 def test_a_compiler_that_keeps_the_state_is_right():
     compiled = partial(loss_and_gradients, "aot_eager")
     for got, expected in zip(compiled(True), compiled(False), strict=True):

@@ -1,4 +1,4 @@
-"""The programmes of tests/stress (see docs/robustness.md): small by default, whole with ``-m stress``."""
+"""The programmes of tests/stress (see docs/robustness.md): small in CI, whole with ``-m stress``."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,9 @@ import pytest
 from processes import run_script
 
 PROGRAMMES = Path(__file__).parent / "stress"
+
+
+pytestmark = pytest.mark.ci
 
 
 def whole(*values):

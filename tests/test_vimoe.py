@@ -102,6 +102,7 @@ def test_image_routing_needs_the_class_token_to_be_first(name):
         timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
 
 
+@pytest.mark.ci
 def test_compiled_image_routing():
     model = timm.create_model("vimoe_s14", **SMALL_VIT, num_experts=4)
     images = torch.randn(6, 3, 32, 32)

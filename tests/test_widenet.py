@@ -221,6 +221,7 @@ def test_layer_decay_with_groups():
     assert named["blocks.0.0.norm1.weight"] == named["blocks.0.1.norm1.weight"] < named["blocks.1.0.norm1.weight"]
 
 
+@pytest.mark.ci
 def test_trained_checkpointed_and_compiled(images):
     model = widenet(noise_std=0)
     expected = model(images)
