@@ -101,7 +101,7 @@ def test_the_report_tells_what_was_reached(monkeypatch, tmp_path):
     results.mkdir()
     (results / "cpu.json").write_text(json.dumps({"averaging neutral": result}))
     report.write(results)
-    text = (docs / "benchmarks.md").read_text()
+    text = (docs / "generated/benchmarks.md").read_text()
     assert "| averaging 4 experts / memcpy | 1.700 | 1.6 | **no** |" in text
     assert "| averaging 8 experts / memcpy | 1.500 | 1.6 | noise |" in text
     assert "| training step, EWA, 4 experts | not measured | 1.01 | |" in text

@@ -9,26 +9,12 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
+from ..analysis.papers import PUBLICATIONS, Publication
 from ..checkpoints.history import METRICS, Experts, History, public
 from ..convert.blocks import moe_layers
 from ..info import activated_parameters, is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 
-#: Of each paper: arXiv number, first author, title, year.
-_PAPERS = {
-    "EWA": (
-        *("2308.06093", "Huang, Yongqi"),
-        *("Experts Weights Averaging: A New General Training Scheme for Vision Transformers", 2023),
-    ),
-    "V-MoE": ("2106.05974", "Riquelme, Carlos", "Scaling Vision with Sparse Mixture of Experts", 2021),
-    "ViMoE": (
-        *("2410.15732", "Han, Xumeng"),
-        *("ViMoE: An Empirical Study of Designing Vision Mixture-of-Experts", 2024),
-    ),
-    "WideNet": ("2107.11817", "Xue, Fuzhao", "Go Wider Instead of Deeper", 2021),
-    "OneS": ("2201.10890", "Xue, Fuzhao", "One Student Knows All Experts Know: From Sparse to Dense", 2022),
-    "pBE": ("2110.03360", "Allingham, James Urquhart", "Sparse MoEs meet Efficient Ensembles", 2021),
-}
 #: The first of these that a registered name begins with tells its papers.
 _FAMILIES = {
     "vmoe_pbe": ["pBE", "V-MoE"],
@@ -239,7 +225,7 @@ class Card:
         papers = _papers(self._experts, self._method) if self._experts else _family_papers(self._architecture)
         if not papers:
             return ""
-        entries = [_bibtex(*_PAPERS[name]) for name in papers]
+        entries = [_bibtex(PUBLICATIONS[name]) for name in papers]
         return "\n".join(["## Citation", "", "```bibtex", *entries, "```"])
 
 
@@ -265,9 +251,14 @@ def _family_papers(name: str) -> list[str]:
     return next((papers for prefix, papers in _FAMILIES.items() if name.startswith(prefix)), [])
 
 
-def _bibtex(arxiv: str, author: str, title: str, year: int) -> str:
-    key = f"{author.split(',')[0].lower()}{year}"
-    fields = {"title": title, "author": f"{author} and others", "journal": f"arXiv:{arxiv}", "year": year}
+def _bibtex(paper: Publication) -> str:
+    key = f"{paper.author.split(',')[0].lower()}{paper.year}"
+    fields = {
+        "title": paper.title,
+        "author": f"{paper.author} and others",
+        "journal": f"arXiv:{paper.arxiv}",
+        "year": paper.year,
+    }
     return "\n".join([f"@article{{{key},", *(f"  {name}={{{value}}}," for name, value in fields.items()), "}"])
 
 
