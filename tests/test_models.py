@@ -384,3 +384,11 @@ def test_classes_that_nobody_states(name, default):
         assert timm.create_model(name, pretrained_cfg=registered).num_classes == default
         headless = {**registered.to_dict(), "num_classes": 0, "source": "local-dir"}  # as of a folder
         assert timm.create_model(name, pretrained_cfg=headless).num_classes == 0
+
+
+def test_the_short_and_the_long_name_are_one_model():
+    names = ("vit_tiny_ewa_moe", "vit_tiny_patch16_224_ewa_moe")
+    short, long = (timm.create_model(name, **SMALL_VIT) for name in names)
+    assert type(short) is type(long)
+    long.load_state_dict(short.state_dict())
+    assert type(timm_moe.to_dense(long)) is type(timm_moe.to_dense(short)) is timm.models.VisionTransformer

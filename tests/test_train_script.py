@@ -5,6 +5,7 @@ Python would import instead of the installed one).
 """
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -370,3 +371,34 @@ def test_small_data_models_with_shifted_patches_and_locality_attention(images, t
     common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
     dense = script("validate.py", tmp_path, "--model", f"local-dir:{tmp_path}/dense", "--pretrained", *common)
     assert top1(dense) == f"{float(summary(tmp_path / 'output/train/a')[-1]['eval_top1']):.3f}"
+
+
+def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
+    """examples/own_router.py: nothing of the package is edited, train.py and timm-moe run as they are."""
+    example = Path(__file__).parents[1] / "examples/own_router.py"
+    options = ("--model-kwargs", "router=position", "stripes=2", "embed_dim=48", "depth=4")
+    data = ("--data-dir", images, "-b", 12, "-j", 0, "--device", "cpu")
+    done = run_script(
+        *(example, Path(SCRIPTS, "train.py"), "--model", "vit_xtiny_ewa_moe", "--num-classes", 3, *data),
+        *("--val-split", "test", "--epochs", 1, "--warmup-epochs", 0, "--opt", "adamw", "--lr", "2e-3"),
+        *("--experiment", "a", *options),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    scales = [
+        value for name, value in torch.load(checkpoint, weights_only=False)["state_dict"].items() if "scale" in name
+    ]
+    assert len(scales) == 2
+    assert all((scale != 1).any() for scale in scales)
+    with pytest.raises(ValueError, match=r"states the argument stripes .* none of its architecture"):
+        timm_moe.export_dense(checkpoint, tmp_path / "student")
+    command = Path(sys.executable).with_name("timm-moe")
+    done = run_script(example, command, "export", checkpoint, "student", "--method", "sum", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert type(timm.create_model(f"local-dir:{tmp_path}/student", pretrained=True)).__name__ == "VisionTransformer"
+    shown = (example, command, "routes", checkpoint, "routes", *data, "--split", "test")
+    done = run_script(*shown, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "routes/routes.json").read_text())
+    assert [layer["load"] for layer in summary["layers"]] == [[0.5, 0.5, 0.0, 0.0]] * 2

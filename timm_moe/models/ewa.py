@@ -20,11 +20,13 @@ from timm.models import (
     model_entrypoint,
     register_model,
 )
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ..integrations.timm import add_module, building_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, architecture_args
+from .vision_transformer import MoeVisionTransformer
 
 #: Modules of timm.models with such architectures, each with the names in it that have no feed-forward network which
 #: acts on each token by itself, or just one: theirs are convolutions, see all tokens at once, or are one with the
@@ -77,6 +79,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "xcit": (),
 }
 
+#: Classes with experts that stand in a file here, by those that they extend.
+_WRITTEN_OUT: dict[type[nn.Module], type[nn.Module]] = {VisionTransformer: MoeVisionTransformer}
+
 
 class _Family(ModuleType):
     """The module here of a module of timm.models."""
@@ -91,6 +96,8 @@ class _Family(ModuleType):
         stock_class = getattr(self.stock_module, name.removeprefix("Moe"), None)
         if not name.startswith("Moe") or not isinstance(stock_class, type):
             raise AttributeError(f"{self.__name__} has no {name}.")
+        if stock_class in _WRITTEN_OUT:
+            return _WRITTEN_OUT[stock_class]
         description = f"timm's {stock_class.__name__} with expert layers."
         namespace = {"__module__": self.__name__, "__doc__": description, "stock_class": stock_class}
         made = type(name, (MoeMixin, stock_class), namespace)
