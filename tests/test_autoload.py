@@ -36,7 +36,7 @@ def _search(path):
 @pytest.mark.parametrize(
     "imports",
     [
-        "import torch, timm",
+        pytest.param("import torch, timm", marks=pytest.mark.ci),
         "import timm",
         "from timm import utils",
         "import torch\nfrom timm.models import create_model",
@@ -59,7 +59,9 @@ def test_import_torch_alone_imports_nothing_of_the_package():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("switch", ["TIMM_MOE_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+@pytest.mark.parametrize(
+    "switch", ["TIMM_MOE_AUTOLOAD", pytest.param("TORCH_DEVICE_BACKEND_AUTOLOAD", marks=pytest.mark.ci)]
+)
 def test_can_be_switched_off(switch):
     done = run_anew("import torch, timm\nassert not timm.is_model('vit_small_ewa_moe')", **{switch: "0"})
     assert done.returncode == 0, done.stderr
@@ -84,7 +86,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    ["syntax error", *(pytest.param(name, marks=pytest.mark.ci) for name in DAMAGES if name != "syntax error")],
+)
 def test_a_broken_installation_breaks_neither_torch_nor_timm(installation, damage):
     DAMAGES[damage](installation / "timm_moe")
     done = run_anew("import torch; print('torch')", installation)
@@ -157,7 +162,7 @@ for attempt in range(2):
 """
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("switch", [pytest.param("0", marks=pytest.mark.ci), "1"])
 def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
     import timm
 

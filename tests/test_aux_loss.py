@@ -254,6 +254,7 @@ def test_what_is_repeated_before_the_losses_were_asked_for_does_not_count():
     torch.testing.assert_close(timm_moe.auxiliary_loss(model), losses_by_hand(copy.deepcopy(model), images)[1])
 
 
+@pytest.mark.ci
 def test_compiled_task_components():
     images, targets = batch()
     by_hand, trained = make_model(), make_model()

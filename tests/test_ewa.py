@@ -177,6 +177,7 @@ def test_accumulated_gradients_are_one_update(ewa_vit):
     assert averaging.share_rate == 0.4
 
 
+@pytest.mark.ci
 def test_a_compiled_step_is_followed_by_averaging(ewa_vit):
     optimizer, averaging = averaged(ewa_vit, rate=0.75, schedule="constant", total_updates=2)
     step = torch.compile(lambda: optimizer.step(), backend="eager")

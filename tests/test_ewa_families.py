@@ -64,17 +64,23 @@ SMALL = {
     "xcit_nano_12_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
 }
 
+#: One of each way to hold feed-forward networks; the other families repeat it, in CI.
+QUICK = {
+    *("beit_base_patch16_224", "coat_tiny", "eva02_tiny_patch14_224", "test_convnext", "test_vit", "tiny_vit_5m_224"),
+    *("swin_tiny_patch4_window7_224", "tnt_s_patch16_224", "xcit_nano_12_p8_224"),
+}
+OF_EACH_FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in SMALL]
 TINY_SWIN = dict(SMALL["swin_tiny_patch4_window7_224"], num_classes=5)
 
 
-@pytest.mark.parametrize("architecture", SMALL)
+@pytest.mark.parametrize("architecture", OF_EACH_FAMILY)
 def test_a_small_one_of_each_family(architecture):
     if not timm.is_model(architecture):
         pytest.skip(f"timm {timm.__version__} has no {architecture}")
     check(architecture, SMALL[architecture])
 
 
-@pytest.mark.parametrize("architecture", SMALL)
+@pytest.mark.parametrize("architecture", OF_EACH_FAMILY)
 def test_experts_that_differ_become_their_mean(architecture, tmp_path):
     """Wherever the network stands: CoaT's blocks have it in three places."""
     if not timm.is_model(architecture):
@@ -181,7 +187,9 @@ def test_a_dense_checkpoint_is_upcycled_from_a_file(tmp_path):
     assert torch.equal(model.eval()(images), dense(images))
 
 
-@pytest.mark.parametrize("architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"])
+@pytest.mark.parametrize(
+    "architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", pytest.param("caformer_s18", marks=pytest.mark.ci)]
+)
 def test_the_page_of_the_models(architecture):
     page = (Path(__file__).parents[1] / "docs/generated/models.md").read_text()
     if f"`{architecture}_ewa_moe`" in page:  # else timm is newer than the page

@@ -266,9 +266,8 @@ def test_compiled_as_one_graph_gives_the_same_values_and_gradients(tokens, optio
         torch.testing.assert_close(eager, compiled)
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.ci), {"noise_std": 0, "aux_loss": "importance+balance"}]
-)
+@pytest.mark.parametrize("options", [{}, {"noise_std": 0, "aux_loss": "importance+balance"}])
+@pytest.mark.ci
 def test_inductor_compiles_a_model_as_one_graph_forward_and_backward(options):
     model = timm.create_model("vmoe_s32", **TINY, **options)
     images = torch.randn(4, 3, 16, 16)
