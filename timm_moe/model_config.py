@@ -26,11 +26,11 @@ def _is_input_size(value: Any) -> bool:
 
 
 def _are_means(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_number, value))
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(_is_number(part, -1e3, 1e3) for part in value)
 
 
 def _are_deviations(value: Any) -> bool:
-    return _are_means(value) and min(value) > 0
+    return _are_means(value) and min(value) >= 1e-6
 
 
 def _is_crop(value: Any) -> bool:
@@ -46,8 +46,8 @@ _PREPROCESSING: dict[str, tuple[Callable[[Any], bool], str]] = {
         (_is_input_size, f"channels, height and width, each from 1 to {_LARGEST_SIDE}"),
     ),
     "img_size": (_is_side, f"an integer from 1 to {_LARGEST_SIDE}"),
-    "mean": (_are_means, "finite numbers"),
-    "std": (_are_deviations, "finite numbers above 0"),
+    "mean": (_are_means, "finite numbers from -1000 to 1000"),
+    "std": (_are_deviations, "finite numbers above 0, from 1e-6 to 1000"),
     **dict.fromkeys(("crop_pct", "test_crop_pct"), (_is_crop, "a number from 0.05 to 2")),
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),

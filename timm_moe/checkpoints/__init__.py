@@ -1,4 +1,4 @@
-"""Readers of other projects' checkpoints."""
+"""Reading: from whatever holds a model to the model, this package's own (source.py) and official V-MoE's (vmoe.py)."""
 
 from . import vmoe
 
