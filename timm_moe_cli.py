@@ -1,8 +1,9 @@
 """The command ``timm-moe``: its options. A module of its own, since the package imports torch, which takes seconds."""
 
 import argparse
+import runpy
 from collections.abc import Sequence
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -12,6 +13,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from timm_moe.cli import run
 
     return run(args)
+
+
+class _Version(argparse.Action):
+    """The version of the package beside this file, which is not imported for it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))["__version__"]
+        print(f"timm_moe {version}")
+        parser.exit()
 
 
 class _KeyValues(argparse.Action):
@@ -28,7 +38,7 @@ class _KeyValues(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
-    parser.add_argument("--version", action="version", version=f"timm_moe {version('timm_moe')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(

@@ -1,6 +1,6 @@
-"""A router of your own, by position: neighbouring patches share an expert. It runs a script with the router registered:
+"""A router of your own, by length: tokens of like norm share an expert. It runs a script with the router registered:
 
-python examples/own_router.py train.py --model vit_small_ewa_moe --data-dir DIR --model-kwargs router=position stripes=2
+python examples/own_router.py train.py --model vit_small_ewa_moe … --model-kwargs router=norm per_image=True
 python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR FOLDER
 """
 
@@ -13,25 +13,26 @@ import timm_moe
 from timm_moe.layers import Router, routing_to
 
 
-class PositionRouter(Router):
-    """Each stripe of an image's tokens goes to the next of E experts; a learned scale of each is its factor."""
+class NormRouter(Router):
+    """The shortest 1/E of the tokens go to the first expert, and so on; a learned scale is each expert's factor."""
 
-    def __init__(self, dim, num_experts, stripes):
+    def __init__(self, dim, num_experts, per_image):
         super().__init__(num_experts)
-        self.stripes = stripes
+        self.per_image = per_image
         self.scale = torch.nn.Parameter(torch.ones(num_experts))
 
     def reset_parameters(self):
         torch.nn.init.ones_(self.scale)
 
     def forward(self, x):
-        images, tokens = x.shape[0], x[0, ..., 0].numel()
-        stripe = torch.arange(tokens, device=x.device) * self.stripes // tokens
-        expert_T = (stripe % self.num_experts).repeat(images)
-        return routing_to(expert_T[:, None], self.scale[expert_T][:, None], self.num_experts)
+        norm = x.flatten(1, -2).norm(dim=-1)
+        norm = norm if self.per_image else norm.view(1, -1)
+        rank = norm.argsort(1).argsort(1)
+        expert_TK = (rank * self.num_experts // norm.shape[1]).view(-1, 1)
+        return routing_to(expert_TK, self.scale[expert_TK], self.num_experts)
 
 
-timm_moe.register_router(timm_moe.RouterSpec("position", PositionRouter, options={"stripes": 4}))
+timm_moe.register_router(timm_moe.RouterSpec("norm", NormRouter, options={"per_image": False}))
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -15,6 +15,14 @@ SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, 
 SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of a file run in one worker, which shares what they make."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    return LoadScopeScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def repeatable():
     torch.set_num_threads(1)

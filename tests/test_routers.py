@@ -49,6 +49,14 @@ class Plain(nn.Module):
         return routing_to(expert_TK, weight_TK, self.num_experts)
 
 
+class Holding(Plain):
+    """Hides a router that has losses."""
+
+    def __init__(self, dim, num_experts):
+        super().__init__(dim, num_experts)
+        self.inner = TopKRouter(dim, num_experts, loss_weights={"balance": 1.0})
+
+
 EXAMPLE = Path(__file__).parents[1] / "examples/own_router.py"
 SPEC = timm_moe.RouterSpec("modulo", Modulo, {"step": 1, "choices": 1})
 
@@ -110,6 +118,13 @@ def test_weights_that_cannot_begin_anew_are_told():
         ({"router": "modulo", "eval_mode": "partition"}, ValueError, "eval_mode is an option of router='random'"),
         ({"router": "top_k", "step": 2}, ValueError, "step is an option of router='modulo'; router='top_k' has none"),
         ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
+        ({"router": Holding}, TypeError, "holds a TopKRouter, whose losses nobody would find there"),
+        ({"router": Plain(8, 2)}, ValueError, "router is a Plain, but each layer needs one of its own: give the class"),
+        (
+            {"router": timm_moe.RouterSpec("x", Plain, layer=lambda ffn, *args, **options: ffn)},
+            TypeError,
+            "The layer of router 'x' is a Mlp, not a MoeMlp",
+        ),
         ({"router": lambda dim, num_experts: None}, TypeError, "is a NoneType, not a torch.nn.Module"),
         ({"router": "position"}, ValueError, "random, top_k, modulo, got 'position'; one of your own is registered"),
         ({"router": "modulo", "shared_init": "zero_out"}, ValueError, "is an option of shared_expert=True"),
@@ -124,9 +139,27 @@ def test_what_does_not_go_together_leaves_the_model_as_it_was(registered, dense_
 def test_names_and_options_are_not_taken_twice(registered):
     with pytest.raises(ValueError, match="There is a router 'modulo' already"):
         timm_moe.register_router(SPEC)
-    for name in ("num_experts", "shared_expert"):
+    for name in ("num_experts", "model", "dim"):
         with pytest.raises(ValueError, match=f"{name} is an option of every router, so 'other' cannot have one"):
             timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))
+    with pytest.raises(ValueError, match="shared_expert is an option of the layer already, so 'other'"):
+        timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {"shared_expert": 1}))
+
+
+def test_an_option_that_is_an_argument_of_the_model_is_refused_only_where_it_is_used(registered):
+    timm_moe.register_router(timm_moe.RouterSpec("heads", Modulo, {"num_heads": 12}))
+    assert timm.create_model("vit_small_ewa_moe").blocks[0].attn.num_heads == 6
+    assert timm.create_model("vit_tiny_ewa_moe", num_heads=12).blocks[0].attn.num_heads == 12
+    with pytest.raises(ValueError, match="num_heads is an option of the router and an argument of VisionTransformer"):
+        timm.create_model("vit_small_ewa_moe", router="heads")
+
+
+def test_a_routing_of_wrong_shapes_is_refused():
+    for expert, weight in ((torch.zeros(4).long(), torch.ones(4)), (torch.zeros(4, 1), torch.ones(4, 1))):
+        with pytest.raises(ValueError, match=r"needs integers and their weights of one shape \(T, K\)"):
+            routing_to(expert, weight, 2)
+    with pytest.raises(ValueError, match="of one shape"):
+        routing_to(torch.zeros(4, 1).long(), torch.ones(4, 2), 2)
 
 
 @settings(deadline=None, max_examples=40)
@@ -154,9 +187,9 @@ def test_options_of_a_registered_router_may_be_stated_by_files():
     code = f"""
 import runpy
 from timm_moe.checkpoints.stated import architecture_arguments, check_arguments
-assert "stripes" not in architecture_arguments("vit_small_ewa_moe")
+assert "per_image" not in architecture_arguments("vit_small_ewa_moe")
 runpy.run_path({str(EXAMPLE)!r}, run_name="own_router")
-check_arguments("vit_small_ewa_moe", dict(router="position", stripes=2), "a file")
+check_arguments("vit_small_ewa_moe", dict(router="norm", per_image=True), "a file")
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr

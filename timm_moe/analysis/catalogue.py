@@ -18,7 +18,8 @@ network that acts on each token by itself, gated ones included. It is trained, u
 `vit_small_ewa_moe` is:
 
 ```bash
-python train.py --model swin_tiny_patch4_window7_224_ewa_moe --data-dir DIR --pretrained --num-classes 100 --opt adamw --lr 1e-4
+python train.py --model swin_tiny_patch4_window7_224_ewa_moe --data-dir DIR --pretrained --num-classes 100 \\
+  --opt adamw --lr 1e-4
 timm-moe export output/train/…/last.pth.tar my-swin  # a stock swin_tiny_patch4_window7_224
 ```
 

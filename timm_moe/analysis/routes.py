@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
 from ..files import check_folder, check_writable, dump_json, publish, staged
-from ..layers import MoeMlp, Routing
+from ..layers import EwaMlp, MoeMlp, Routing
 from .data import Inference, batches, class_names
 
 _logger = logging.getLogger(__name__)
@@ -109,7 +109,8 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
     routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
     if not routed:
-        raise ValueError("All expert layers of this model are random partitions, which do not depend on the images.")
+        kinds = "random partitions" if all(isinstance(layer, EwaMlp) for layer in layers.values()) else "so routed"
+        raise ValueError(f"All expert layers of this model are {kinds}, which do not depend on the images.")
     return routed
 
 

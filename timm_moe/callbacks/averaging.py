@@ -282,7 +282,8 @@ class ExpertWeightAveraging:
     def _stated_sharing(self, layer: MoeMlp) -> tuple[float, Any]:
         """Rate and schedule as this averaging states them, else as the layer does."""
         rate, schedule = sharing(layer)
-        return rate if self._share_rate is None else self._share_rate, self._schedule or schedule
+        stated_rate = rate if self._share_rate is None else self._share_rate
+        return stated_rate, schedule if self._schedule is None else self._schedule
 
     @torch.compiler.disable
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

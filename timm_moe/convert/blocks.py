@@ -89,9 +89,9 @@ def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
 
 
 def sharing(layer: MoeMlp) -> tuple[float, str]:
-    """Share rate and schedule of a layer's experts, as conversion noted them; else EWA's for random partitions."""
-    rate = 0.3 if isinstance(layer, EwaMlp) else 0.0
-    return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", "linear")
+    """Share rate and schedule of a layer's experts, as conversion noted them; else its kind's."""
+    rate, schedule = (0.3, "linear") if isinstance(layer, EwaMlp) else (0.0, "early")
+    return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:

@@ -29,6 +29,7 @@ def convert_to_moe(
     expert_init: str = "same",
     share_rate: float | None = None,
     share_schedule: str | None = None,
+    *,
     expert_dropout: float | None = None,
     **options: Any,
 ) -> ModelT:
@@ -111,6 +112,9 @@ def convert_to_moe(
         )
         for path, ffn in chosen.items()
     }
+    for layer in layers.values():
+        if not isinstance(layer, MoeMlp):
+            raise TypeError(f"The layer of router {spec.name!r} is a {type(layer).__name__}, not a MoeMlp.")
     for path, layer in layers.items():
         layer.path, layer.replaced = path, WeakRegistry(chosen[path].parameters())
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not know of it
@@ -163,4 +167,9 @@ def _make_router(
         router = factory(first.in_features, num_experts, **options)
     if not isinstance(router, nn.Module):
         raise TypeError(f"The router {spec.name!r} is a {type(router).__name__}, not a torch.nn.Module.")
+    inside = [type(module).__name__ for module in router.modules() if isinstance(module, RecordingRouter)]
+    if inside and not isinstance(router, RecordingRouter):
+        raise TypeError(
+            f"The router {spec.name!r} holds a {inside[0]}, whose losses nobody would find there: subclass it instead."
+        )
     return router.to(first.weight.dtype)

@@ -102,10 +102,14 @@ class RouterSpec:
 
 
 _registered: dict[str, RouterSpec] = {}
+#: Those that come with the package.
+_HERE = ("random", "top_k")
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
-    """Let ``convert_to_moe``, and so every model of this package, take ``router=spec.name``.
+    """Let ``convert_to_moe``, and so every ``*_ewa_moe``, take ``router=spec.name``.
+
+    (The names of routed models, as ``vmoe_b16``, state options of ``top_k`` that no other router has.)
 
     Raises:
         ValueError: if the name is taken, or an option has the name of one of ``convert_to_moe``'s own.
@@ -113,20 +117,26 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     if spec.name in _registered:
         raise ValueError(f"There is a router {spec.name!r} already.")
     for name in spec.options:
-        if name in COMMON_OPTIONS or name in spec.layer_options:
+        if name in spec.layer_options:
+            raise ValueError(
+                f"{name} is an option of the layer already, so {spec.name!r} cannot have one of that name."
+            )
+    for name in spec.defaults():
+        if name in (*COMMON_OPTIONS, "model", "dim"):
             raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
     _registered[spec.name] = spec
     return spec
 
 
-def router_names() -> list[str]:
-    """The registered routers."""
-    return list(_registered)
+def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
+    """Options of ``convert_to_moe``, for one router or for all.
 
-
-def moe_options() -> tuple[str, ...]:
-    """All options of ``convert_to_moe``, those of every registered router among them."""
-    return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in _registered.values() for name in spec.defaults())]))
+    Those of the routers here are among them in any case, so that they are refused in a sentence where they do not
+    belong; those of other packages' routers may be arguments of a model too, so only the chosen one's are.
+    """
+    others = [] if router is None else [get_spec(router)]
+    specs = [*(_registered[name] for name in _HERE), *(others or _registered.values())]
+    return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in specs for name in spec.defaults())]))
 
 
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
@@ -135,6 +145,8 @@ def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
         return router
     if isinstance(router, str) and router in _registered:
         return _registered[router]
+    if isinstance(router, nn.Module):
+        raise ValueError(f"router is a {type(router).__name__}, but each layer needs one of its own: give the class.")
     if callable(router):
         return RouterSpec(getattr(router, "__name__", "router"), router)
     raise ValueError(
@@ -156,13 +168,14 @@ def split_options(spec: RouterSpec, given: Mapping[str, Any]) -> tuple[dict[str,
         owner = next((other for other in _registered.values() if name in other.defaults()), None)
         if owner is None:
             raise TypeError(f"convert_to_moe got an unexpected keyword argument {name!r}.")
-        if _plain(value) != owner.defaults()[name]:
+        default = owner.defaults()[name]
+        if (_none(value) if default is None else value) != default:
             raise ValueError(f"{name} is an option of router={owner.name!r}; router={spec.name!r} has none.")
-    own = {name: _plain(given.get(name, default)) for name, default in spec.options.items()}
+    own = {name: given.get(name, default) for name, default in spec.options.items()}
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
 
 
-def _plain(value: Any) -> Any:
+def _none(value: Any) -> Any:
     """``"none"`` is None, which timm's ``create_model`` would drop."""
     return None if isinstance(value, str) and value.lower() == "none" else value
 
@@ -196,6 +209,7 @@ def _top_k_router(
     **options: Any,
 ) -> nn.Module:
     options["loss_weights"] = _loss_weights(aux_loss, aux_loss_weight)
+    options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
     if ensemble_size == 1 or ensemble == "multi_head":
         return ROUTING_UNITS[routing_unit](dim, num_experts, **options)
     return ENSEMBLES[ensemble](dim, num_experts, ensemble_size=ensemble_size, **options)
@@ -207,6 +221,7 @@ def _last_top_k_router(dim: int, num_experts: int, **options: Any) -> nn.Module:
     weights = _loss_weights(options.pop("aux_loss"), options.pop("aux_loss_weight"))
     for of_others in ("routing_unit", "ensemble_size", "ensemble"):
         del options[of_others]
+    options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
     return MultiHeadRouter(dim, num_experts, loss_weights=weights, **options)
 
 

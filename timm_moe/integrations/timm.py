@@ -21,7 +21,6 @@ from typing import Any
 
 import timm.task
 import torch
-from timm.models import build_model_with_cfg
 from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -304,19 +303,21 @@ def _refuse_replaced(optimizer: Optimizer, layer: MoeMlp, replaced: set[int]) ->
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Request:
     """What the next model that timm builds shall be.
 
     Attributes:
-        class_instead: of the class that timm names, the one to build.
+        class_instead: of a class that timm names, the one to build, or None if that is but a part of the model.
         variant: name of the model.
         stated: to be filled with what timm's builder is given.
+        open: whether it was not built yet.
     """
 
-    class_instead: Callable[[type[nn.Module]], type[nn.Module]]
+    class_instead: Callable[[type[nn.Module]], type[nn.Module] | None]
     variant: str
     stated: dict[str, Any]
+    open: bool = True
 
 
 _requested: ContextVar[_Request | None] = ContextVar("requested", default=None)
@@ -324,12 +325,12 @@ _requested: ContextVar[_Request | None] = ContextVar("requested", default=None)
 
 @contextmanager
 def building_instead(
-    class_instead: Callable[[type[nn.Module]], type[nn.Module]], variant: str
+    class_instead: Callable[[type[nn.Module]], type[nn.Module] | None], variant: str
 ) -> Iterator[dict[str, Any]]:
     """In the block an entrypoint of timm's builds a model of another class, and does all else as ever.
 
     Args:
-        class_instead: of the class that timm names, the one to build.
+        class_instead: of a class that timm names, the one to build, or None to let timm build it as a part.
         variant: name of the model to build.
 
     Yields:
@@ -340,26 +341,39 @@ def building_instead(
         RuntimeError: at the end, if the entrypoint did not come by timm's builder.
     """
     require_installed()
-    stated: dict[str, Any] = {}
-    request = _Request(class_instead, variant, stated)
+    request = _Request(class_instead, variant, {})
     token = _requested.set(request)
     try:
-        yield stated
-        taken = _requested.get() is None
+        yield request.stated
     finally:
         _requested.reset(token)
-    if not taken:
-        raise RuntimeError(f"timm {timm.__version__} did not build {variant}.")
+    if request.open:
+        raise RuntimeError(f"timm {timm.__version__} did not build {variant} with experts.")
 
 
-@functools.wraps(build_model_with_cfg)
-def _build_model_with_cfg(model_cls: Any, variant: str, *args: Any, **kwargs: Any) -> Any:
-    request = _requested.get()
-    if request is None:
-        return build_model_with_cfg(model_cls, variant, *args, **kwargs)
-    _requested.set(None)  # what is built meanwhile is a part of the model
-    request.stated.update(kwargs)
-    return build_model_with_cfg(request.class_instead(model_cls), request.variant, *args, **kwargs)
+def _building_what_is_requested(build: Any) -> Any:
+    """timm's ``build_model_with_cfg``, or what another package has put in its place."""
+
+    @functools.wraps(build)
+    def build_requested(model_cls: Any, variant: str, *args: Any, **kwargs: Any) -> Any:
+        request = _requested.get()
+        instead = request.class_instead(model_cls) if request is not None and request.open else None
+        if request is None or instead is None:
+            return build(model_cls, variant, *args, **kwargs)
+        request.open = False  # what is built meanwhile is a part of the model
+        request.stated.update(kwargs)
+        return build(instead, request.variant, *args, **kwargs)
+
+    return build_requested
+
+
+def _wrap_builders() -> None:
+    """In the modules of timm's models, whose entrypoints look the builder up where they stand."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("timm.models.") and not name.startswith("timm.models._"):
+            build = vars(module).get("build_model_with_cfg")
+            if build is not None:
+                _replace(module, "build_model_with_cfg", _building_what_is_requested(build))
 
 
 def add_module(module: ModuleType) -> None:
@@ -369,7 +383,6 @@ def add_module(module: ModuleType) -> None:
 
 #: timm's functions that are wrapped, wherever they stand.
 _WRAPPED = (
-    (build_model_with_cfg, _build_model_with_cfg),
     (create_optimizer_v2, _create_optimizer_v2),
     (create_scheduler_v2, _create_scheduler_v2),
     (adaptive_clip_grad, _adaptive_clip_grad),
@@ -405,11 +418,15 @@ def install() -> None:
 def require_installed() -> None:
     """Raise ImportError where this package failed to load: timm cannot forget the names that it had registered."""
     if not _undo:
-        raise ImportError("timm_moe could not be loaded, as a warning said: its models would train without its hooks.")
+        raise ImportError(
+            "timm_moe could not be loaded, as a warning said, or its hooks were taken off: its models would train "
+            "without them."
+        )
 
 
 def _install() -> None:
     wrap_factories()
+    _wrap_builders()
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
         for name, position in (("step", "epoch"), ("step_update", "num_updates")):
             _replace(scheduler_class, name, _at_scheduler_step(getattr(scheduler_class, name), position))

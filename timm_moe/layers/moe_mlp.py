@@ -39,6 +39,7 @@ class MoeMlp(Experts):
         router: nn.Module,
         num_experts: int,
         expert_init: str = "same",
+        *,
         expert_dropout: float | None = None,
     ):
         super().__init__(ffn, num_experts, expert_init, expert_dropout)
@@ -223,11 +224,12 @@ class EwaMlp(MoeMlp):
         ffn: nn.Module,
         num_experts: int,
         expert_init: str = "same",
+        *,
         expert_dropout: float | None = None,
         eval_mode: str = "average",
     ):
         router = RandomPartition(num_experts)
-        super().__init__(ffn, router, num_experts, expert_init, expert_dropout)
+        super().__init__(ffn, router, num_experts, expert_init, expert_dropout=expert_dropout)
         if eval_mode not in self.EVAL_MODES:
             raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
         self.eval_mode = eval_mode

@@ -37,7 +37,7 @@ class Router(nn.Module):
 
     Attributes:
         routing_unit: what is routed, ``"token"`` or ``"image"``, all rows of an entry of the batch together.
-        depends_on_input: whether the numbers in a row decide where it goes.
+        depends_on_input: whether where a row goes says anything of the image; else there are no routes to be shown.
     """
 
     routing_unit = "token"
@@ -75,7 +75,15 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
         expert_TK: (T, K) integers in [0, E), those of a row all different.
         weight_TK: (T, K) factors of the experts' outputs; gradients reach what they were computed from.
         num_experts: E.
+
+    Raises:
+        ValueError: if the two are not of one shape (T, K), or the experts no integers.
     """
+    if expert_TK.ndim != 2 or expert_TK.shape != weight_TK.shape or expert_TK.is_floating_point():
+        raise ValueError(
+            "A routing needs integers and their weights of one shape (T, K), got "
+            f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
+        )
     rows, choices = expert_TK.shape
     line = queue(expert_TK[None], num_experts)
     # On the meta device, where costs are counted, rows are spread evenly.

@@ -96,8 +96,6 @@ class _Family(ModuleType):
         stock_class = getattr(self.stock_module, name.removeprefix("Moe"), None)
         if not name.startswith("Moe") or not isinstance(stock_class, type):
             raise AttributeError(f"{self.__name__} has no {name}.")
-        if stock_class in _WRITTEN_OUT:
-            return _WRITTEN_OUT[stock_class]
         description = f"timm's {stock_class.__name__} with expert layers."
         namespace = {"__module__": self.__name__, "__doc__": description, "stock_class": stock_class}
         made = type(name, (MoeMixin, stock_class), namespace)
@@ -106,14 +104,19 @@ class _Family(ModuleType):
 
 
 def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
-    """``Moe<Class>``, from the module here where pickle looks for it."""
+    """``Moe<Class>``, from the module here where pickle looks for it; KeyError of a class of no family."""
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
+
+
+def _class_instead(stock_class: type[nn.Module]) -> type[nn.Module] | None:
+    """The class with experts; None of one of no family, which is but a part of the model, as a hybrid's backbone."""
+    return expert_class(stock_class) if stock_class.__module__.rpartition(".")[2] in _families else None
 
 
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     dense_args = architecture_args(kwargs)
     # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
-    with building_instead(expert_class, f"{architecture}_ewa_moe") as stated:
+    with building_instead(_class_instead, f"{architecture}_ewa_moe") as stated:
         model = model_entrypoint(architecture)(pretrained=pretrained, **kwargs)
     if "out_features" in stated:  # which some look up by the pretrained tag: an exported model has none
         dense_args["out_features"] = stated["out_features"]
@@ -159,6 +162,9 @@ def _stock_architectures(family: str) -> Iterator[str]:
 def _register(family: str) -> _Family:
     module = _Family(family)
     add_module(module)
+    for stock_class, written in _WRITTEN_OUT.items():
+        if stock_class.__module__ == module.stock_module.__name__:
+            setattr(module, written.__name__, written)
     stock_cfgs = getattr(module.stock_module, "default_cfgs", {})
     for architecture in _stock_architectures(family):
         entrypoint = _entrypoint(architecture, module.__name__)

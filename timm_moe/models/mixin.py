@@ -1,5 +1,7 @@
 """What a model class with expert layers adds to the stock timm class that it extends."""
 
+import functools
+import inspect
 import logging
 from typing import Any, ClassVar
 
@@ -38,10 +40,22 @@ class MoeMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         require_installed()
-        options = {name: kwargs.pop(name) for name in moe_options() if name in kwargs}
+        options = {name: kwargs.pop(name) for name in self._options(kwargs) if name in kwargs}
         super().__init__(*args, **kwargs)
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
+
+    def _options(self, kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Those of convert_to_moe; raises ValueError if one of the router's is an argument of the stock model too."""
+        names = moe_options(kwargs.get("router", "random"))
+        stock_class: Any = self.stock_class
+        taken = [name for name in names if name in _constructor_arguments(stock_class)]
+        if taken:
+            raise ValueError(
+                f"{taken[0]} is an option of the router and an argument of {stock_class.__name__}: give the router's "
+                "another name."
+            )
+        return names
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self.named_parameters(prefix.rstrip(".")):
@@ -102,6 +116,12 @@ class MoeMixin:
             self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
 
 
+@functools.cache
+def _constructor_arguments(stock_class: type[nn.Module]) -> frozenset[str]:
+    constructors = [base.__init__ for base in stock_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
+    return frozenset(name for init in constructors for name in inspect.signature(init).parameters)
+
+
 def _current_args(model: Any) -> dict[str, Any]:
     """Arguments that may have changed since the model was created (reset_classifier, set_input_size)."""
     current = {"num_classes": model.num_classes}
@@ -115,6 +135,6 @@ def _current_args(model: Any) -> dict[str, Any]:
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that the exported dense model needs: no MoE options, nothing about loading, no drop rates."""
-    dropped = (*moe_options(), *_NOT_ARCHITECTURE)
+    dropped = (*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE)
     rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
     return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith(rates)}

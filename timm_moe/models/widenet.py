@@ -173,7 +173,7 @@ def _create(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
 
 def _create_without_experts(variant: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     """One dense network for all blocks."""
-    foreign = [name for name in kwargs if name in (*moe_options(), "routing_groups") and name != "num_experts"]
+    foreign = [name for name in kwargs if name in (*moe_options("top_k"), "routing_groups") and name != "num_experts"]
     if foreign or kwargs.pop("num_experts", 0):
         raise ValueError(
             f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {variant} has not."
