@@ -35,6 +35,22 @@ def ensemble(**options):
     return timm.create_model("vmoe_pbe_s32", **{**SMALL, **options})
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("pbe", ["EnsembleRouter", "EnsembleRouter"]),
+        ("tiling", ["TilingRouter", "TilingRouter"]),
+        ("partitioning", ["PartitionedRouter", "PartitionedRouter"]),
+        ("multi_head", ["TopKRouter", "MultiHeadRouter"]),
+    ],
+)
+def test_each_kind_has_its_routers(kind, names):
+    model = ensemble(ensemble=kind, ensemble_size=2, top_k=2, num_experts=6, noise_std=1.0)
+    layers = timm_moe.moe_layers(model).values()
+    assert [type(layer.router).__name__ for layer in layers] == names
+    assert [layer.router.loss_weights for layer in layers] == [{"importance": 0.005, "load": 0.005}] * 2
+
+
 @pytest.mark.parametrize("noisy", [False, True])
 def test_router_matches_the_reference(golden, noisy, monkeypatch):
     for case in cases(golden("ensemble_router"), "e"):

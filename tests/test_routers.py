@@ -81,6 +81,11 @@ def test_a_registered_router_is_an_option_of_every_model(registered, images):
     assert measured.activated > once.activated
 
 
+def test_operations_are_those_of_an_even_spread():
+    few, many = (info.model_info("vit_tiny_moe", num_experts=number).gflops for number in (3, 5))
+    assert many - few == pytest.approx(2 * 192 * 2 * 197 * 6 / 1e9)  # of the routers alone, in six layers
+
+
 def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
     model = timm_moe.convert_to_moe(dense_vit, router=SPEC, moe_layers="1", step=2, shared_expert=True)
     assert type(model.blocks[1].mlp) is SharedExpertMlp
