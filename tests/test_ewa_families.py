@@ -56,7 +56,6 @@ SMALL = {
     "tnt_s_patch16_224": dict(img_size=32, embed_dim=32, depth=2, inner_dim=8, num_heads_inner=2, num_heads_outer=2),
     "twins_svt_small": dict(img_size=64, embed_dims=(16, 16, 16, 16), num_heads=(2, 2, 2, 2), depths=(1, 1, 1, 1)),
     "test_vit": dict(img_size=32),
-    "vit_small_resnet26d_224": dict(img_size=64, embed_dim=32, depth=2, num_heads=2),
     "vit_tiny_r_s16_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
     "test_vit_relpos": dict(img_size=32),
     "samvit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2, global_attn_indexes=(1,)),
@@ -68,7 +67,7 @@ SMALL = {
 #: One of each way to hold feed-forward networks; the other families repeat it, in CI.
 QUICK = {
     *("beit_base_patch16_224", "coat_tiny", "eva02_tiny_patch14_224", "test_convnext", "test_vit", "tiny_vit_5m_224"),
-    *("swin_tiny_patch4_window7_224", "tnt_s_patch16_224", "vit_small_resnet26d_224", "xcit_nano_12_p8_224"),
+    *("swin_tiny_patch4_window7_224", "tnt_s_patch16_224", "xcit_nano_12_p8_224"),
 }
 OF_EACH_FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in SMALL]
 TINY_SWIN = dict(SMALL["swin_tiny_patch4_window7_224"], num_classes=5)
@@ -89,6 +88,15 @@ def test_experts_that_differ_become_their_mean(architecture, tmp_path):
     model = timm.create_model(f"{architecture}_ewa_moe", **SMALL[architecture])
     assert all(spread(layer) > 0 for layer in timm_moe.moe_layers(model).values())
     assert timm_moe.export_dense(model, tmp_path / "dense", model_args=SMALL[architecture]).exact
+
+
+@pytest.mark.parametrize("name", ["vit_small_resnet26d_224", "vit_base_resnet50d_224"])
+def test_a_backbone_that_timm_builds_first_is_built_as_it_is(name):
+    model = timm.create_model(f"{name}_ewa_moe", img_size=64, embed_dim=32, depth=2, num_heads=2)
+    stock = timm.create_model(name, img_size=64, embed_dim=32, depth=2, num_heads=2)
+    assert list(timm_moe.moe_layers(model)) == ["blocks.1.mlp"]
+    assert type(model.patch_embed.backbone) is type(stock.patch_embed.backbone)
+    assert timm_moe.to_dense(model).state_dict().keys() == stock.state_dict().keys()
 
 
 def spread(layer):

@@ -54,13 +54,13 @@ def images(tmp_path_factory):
     return image_folder(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
 
 
-def script(name, folder, *arguments, launcher=(), **env):
-    if launcher:
+def script(name, folder, *arguments, launcher=(), autoload="1", **env):
+    if launcher or env:  # which libraries read as they are imported
         command = [sys.executable, *launcher, str(Path(SCRIPTS, name)), *map(str, arguments)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TIMM_MOE_AUTOLOAD": autoload, **env}
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     else:
-        done = run_script(Path(SCRIPTS, name), *arguments, cwd=folder, **env)
+        done = run_script(Path(SCRIPTS, name), *arguments, cwd=folder, autoload=autoload)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -402,4 +402,4 @@ def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "routes/routes.json").read_text())
     for layer in summary["layers"]:  # each gets its quarter of every image
-        assert layer["load"] == pytest.approx([0.25] * 4, abs=0.01)
+        assert layer["load"] == pytest.approx([0.25] * 4, abs=0.02)  # of 65 tokens
