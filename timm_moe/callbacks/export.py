@@ -104,12 +104,8 @@ def export_dense(
             the stock model does not give the source's outputs.
         OSError: if the folder is in use or cannot be written.
     """
-    target = check_target(output_dir, overwrite)
-    if not isinstance(source, nn.Module):
-        _logger.info("Loading %s ...", source)
-    model = unwrap_model(load_source(source, spec, use_ema))
-    if not allow_nonfinite:
-        _require_finite(model)
+    target, model = _open(source, output_dir, spec, use_ema, overwrite)
+    _require_finite(model, allow_nonfinite)
     exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
     if not hasattr(model, "pretrained_cfg"):
         raise ValueError(f"This {type(model).__name__} was not made by timm.create_model, so timm could not load it.")
@@ -127,8 +123,7 @@ def export_dense(
         to_dense_(model, method, svd_ratio)
     if expected is None:
         expected = _outputs(model, images)
-    if not allow_nonfinite:
-        _require_finite_outputs(expected)
+    _require_finite_outputs(expected, allow_nonfinite)
     with _staging_folder(target, overwrite) as folder:
         _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
         del model  # for little memory: not alive beside what is loaded, unless the caller holds it
@@ -175,8 +170,7 @@ def export_moe(
             it back.
         OSError: if the folder is in use or cannot be written.
     """
-    target = check_target(output_dir, overwrite)
-    model = unwrap_model(load_source(source, spec, use_ema))
+    target, model = _open(source, output_dir, spec, use_ema, overwrite)
     model = copy.copy(model)  # its config changes below, the caller's does not
     if not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
@@ -185,15 +179,13 @@ def export_moe(
             f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
             "registered model of timm_moe and load the weights into it."
         )
-    if not allow_nonfinite:
-        _require_finite(model)
+    _require_finite(model, allow_nonfinite)
     labels = stated_labels(model, label_names, label_descriptions)
     history = find_history(source, model, use_ema)
     _describe(model, license or _license(source, model, history))
     images = _random_images(model)
     expected = _outputs(model, images)
-    if not allow_nonfinite:
-        _require_finite_outputs(expected)
+    _require_finite_outputs(expected, allow_nonfinite)
     with _staging_folder(target, overwrite) as folder:
         _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
         loaded = load_exactly(folder, "timm with timm_moe")
@@ -217,16 +209,26 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     return target
 
 
-def _require_finite(model: nn.Module) -> None:
-    for name, tensor in model.state_dict().items():
+def _open(
+    source: nn.Module | str | Path, output_dir: str | Path, spec: ModelSpec | None, use_ema: bool, overwrite: bool
+) -> tuple[Path, nn.Module]:
+    """Where to write and what: the folder, once it can be used, and the model of the source without wrappers."""
+    target = check_target(output_dir, overwrite)
+    if not isinstance(source, nn.Module):
+        _logger.info("Loading %s ...", source)
+    return target, unwrap_model(load_source(source, spec, use_ema))
+
+
+def _require_finite(model: nn.Module, allow_nonfinite: bool) -> None:
+    for name, tensor in () if allow_nonfinite else model.state_dict().items():
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # a third of the time of isfinite
             raise ValueError(
                 f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
             )
 
 
-def _require_finite_outputs(outputs: Tensor) -> None:
-    if not outputs.isfinite().all():
+def _require_finite_outputs(outputs: Tensor, allow_nonfinite: bool) -> None:
+    if not allow_nonfinite and not outputs.isfinite().all():
         raise ValueError(
             "The model's weights are finite, but its outputs on random images hold NaN or Inf; pass --allow-nonfinite "
             "(allow_nonfinite=True) to export it all the same."

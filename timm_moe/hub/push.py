@@ -153,9 +153,7 @@ def push_dense(
         ConnectionError: if the Hub cannot be reached, breaks off or fails.
         OSError: if something cannot be read or written.
     """
-    destination = Destination(repo_id, private, revision, create_pr)
-    statements = Statements(license, dataset, metrics or {})
-    api = None if dry_run else _log_in()
+    destination, statements, api = _begin(repo_id, private, revision, create_pr, dry_run, license, dataset, metrics)
     labels = Labels(label_names, label_descriptions)
     folder = folder_of(source)
     if folder is not None and method == "average":
@@ -198,9 +196,7 @@ def push_moe(
 
     The other arguments and the errors are those of :func:`push_dense`.
     """
-    destination = Destination(repo_id, private, revision, create_pr)
-    statements = Statements(license, dataset, metrics or {})
-    api = None if dry_run else _log_in()
+    destination, statements, api = _begin(repo_id, private, revision, create_pr, dry_run, license, dataset, metrics)
     labels = Labels(label_names, label_descriptions)
     folder = folder_of(source)
     if folder is not None:
@@ -240,12 +236,26 @@ def push_folder(
 
     The other arguments and the errors are those of :func:`push_dense`.
     """
-    destination = Destination(repo_id, private, revision, create_pr)
-    statements = Statements(license, dataset, metrics or {})
-    api = None if dry_run else _log_in()
+    destination, statements, api = _begin(repo_id, private, revision, create_pr, dry_run, license, dataset, metrics)
     labels = Labels(label_names, label_descriptions)
     model = load_source(folder)
     return _publish_folder(Path(str(folder).removeprefix("local-dir:")), model, statements, labels, destination, api)
+
+
+def _begin(
+    repo_id: str,
+    private: bool,
+    revision: str | None,
+    create_pr: bool,
+    dry_run: bool,
+    license: str | None,
+    dataset: str | None,
+    metrics: dict[str, float] | None,
+) -> tuple[Destination, Statements, HfApi | None]:
+    """What every push is given, checked, and a client that is logged in, before any work is done."""
+    destination = Destination(repo_id, private, revision, create_pr)
+    statements = Statements(license, dataset, metrics or {})
+    return destination, statements, None if dry_run else _log_in()
 
 
 @dataclass(frozen=True)
