@@ -313,7 +313,7 @@ def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, 
     assert "has no expert layers" in hub.refused(dense, "user/vit", "--method", "svd")
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", pytest.param("vit_tiny_moe", marks=pytest.mark.ci)])
 def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name):
     content = torch.load(checkpoints[name], weights_only=False)
     for change in ({}, {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}, {"initial_checkpoint": "/a/b.pth"}):
