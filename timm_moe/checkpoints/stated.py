@@ -6,7 +6,6 @@ none leads to another file or to the network; what the user states is not restri
 """
 
 import functools
-import inspect
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ from torch import nn
 from ..convert.routers import moe_options
 from ..info import check_registered
 from ..model_config import check_channels, check_preprocessing, shown
+from ..models.mixin import constructor_arguments
 
 #: Sources of models as their names state them.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
@@ -35,7 +35,6 @@ _SOURCES = (
     *("architecture", "custom_load", "label_offset"),
 )
 _ENTRIES = frozenset(entry.name for entry in fields(PretrainedCfg)) - set(_SOURCES)
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 #: Characters of a word and of a description, and members of a list, that a file may state.
 _LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
 
@@ -154,9 +153,7 @@ def _arguments(known_class: type) -> set[str]:
     """Of the constructors of a model, or of a dataclass, as which some families of timm keep their options."""
     if not issubclass(known_class, nn.Module) and not is_dataclass(known_class):
         return set()
-    constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
-    parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
-    names = {parameter.name for parameter in parameters if parameter.kind not in _VARIADIC}
+    names = set(constructor_arguments(known_class))
     return names if "num_classes" in names or is_dataclass(known_class) else set()
 
 

@@ -8,7 +8,7 @@ from timm.models import register_notrace_module
 from torch import nn
 
 from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
-from ..layers.checks import check_flag, check_integer
+from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import ffn_paths, replace_module, select_blocks
 from .routers import MakeRouter, RouterSpec, get_spec, split_options
@@ -98,7 +98,6 @@ def convert_to_moe(
     spec = get_spec(router)
     check_integer("num_experts", num_experts, 1)
     router_options, layer_options = split_options(spec, options)
-    _check_shared_expert(layer_options)
     spec.check(model, router_options)
     rate, schedule = _sharing(spec, num_experts, share_rate, share_schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
@@ -122,13 +121,6 @@ def convert_to_moe(
     if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
         model.register_forward_pre_hook(begin_forward)
     return model
-
-
-def _check_shared_expert(layer_options: dict[str, Any]) -> None:
-    shared_expert = layer_options.get("shared_expert", False)
-    check_flag("shared_expert", shared_expert)
-    if layer_options.get("shared_init", "pretrained") != "pretrained" and not shared_expert:
-        raise ValueError(f"shared_init={layer_options['shared_init']!r} is an option of shared_expert=True.")
 
 
 def _sharing(

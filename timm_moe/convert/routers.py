@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from timm.models import (
@@ -27,7 +28,7 @@ from ..layers import (
     TilingRouter,
     TopKRouter,
 )
-from ..layers.checks import check_integer, check_number
+from ..layers.checks import check_flag, check_integer, check_number
 from .blocks import moe_layers
 
 #: Maps the width D of the rows and the number of experts E to a router.
@@ -50,6 +51,9 @@ def routed_layer(
     **options: Any,
 ) -> MoeMlp:
     """The expert layer of most routers, with a shared expert or without; arguments as ``convert_to_moe``'s."""
+    check_flag("shared_expert", shared_expert)
+    if shared_init != "pretrained" and not shared_expert:
+        raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
     if shared_expert:
         return SharedExpertMlp(ffn, router, num_experts, shared_init=shared_init, **options)
     return MoeMlp(ffn, router, num_experts, **options)
@@ -206,23 +210,16 @@ def _top_k_router(
     aux_loss_weight: float,
     ensemble_size: int,
     ensemble: str,
+    is_last: bool = False,
     **options: Any,
 ) -> nn.Module:
     options["loss_weights"] = _loss_weights(aux_loss, aux_loss_weight)
     options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
-    if ensemble_size == 1 or ensemble == "multi_head":
+    if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
         return ROUTING_UNITS[routing_unit](dim, num_experts, **options)
-    return ENSEMBLES[ensemble](dim, num_experts, ensemble_size=ensemble_size, **options)
-
-
-def _last_top_k_router(dim: int, num_experts: int, **options: Any) -> nn.Module:
-    if options["ensemble_size"] == 1 or options["ensemble"] != "multi_head":
-        return _top_k_router(dim, num_experts, **options)
-    weights = _loss_weights(options.pop("aux_loss"), options.pop("aux_loss_weight"))
-    for of_others in ("routing_unit", "ensemble_size", "ensemble"):
-        del options[of_others]
-    options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
-    return MultiHeadRouter(dim, num_experts, loss_weights=weights, **options)
+    if ensemble != "multi_head":
+        options["ensemble_size"] = ensemble_size
+    return ENSEMBLES[ensemble](dim, num_experts, **options)
 
 
 def _loss_weights(aux_loss: str, aux_loss_weight: float) -> dict[str, float]:
@@ -318,7 +315,7 @@ register_router(
             ensemble_size=1,
             ensemble="pbe",
         ),
-        last_factory=_last_top_k_router,
+        last_factory=partial(_top_k_router, is_last=True),
         check=_check_top_k,
     )
 )

@@ -1,6 +1,5 @@
 """What a model class with expert layers adds to the stock timm class that it extends."""
 
-import functools
 import inspect
 import logging
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ _NOT_ARCHITECTURE = (
     *("pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "pretrained_strict", "cache_dir"),
     *("features_only", "out_indices", "feature_cls", "device", "dtype", "weight_init"),
 )
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class MoeMixin:
@@ -48,12 +48,11 @@ class MoeMixin:
     def _options(self, kwargs: dict[str, Any]) -> tuple[str, ...]:
         """Those of convert_to_moe; raises ValueError if one of the router's is an argument of the stock model too."""
         names = moe_options(kwargs.get("router", "random"))
-        stock_class: Any = self.stock_class
-        taken = [name for name in names if name in _constructor_arguments(stock_class)]
+        taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
             raise ValueError(
-                f"{taken[0]} is an option of the router and an argument of {stock_class.__name__}: give the router's "
-                "another name."
+                f"{min(taken)} is an option of the router and an argument of {self.stock_class.__name__}: give the "
+                "router's another name."
             )
         return names
 
@@ -116,10 +115,11 @@ class MoeMixin:
             self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
 
 
-@functools.cache
-def _constructor_arguments(stock_class: type[nn.Module]) -> frozenset[str]:
-    constructors = [base.__init__ for base in stock_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
-    return frozenset(name for init in constructors for name in inspect.signature(init).parameters)
+def constructor_arguments(known_class: type) -> frozenset[str]:
+    """Names of the arguments that the constructors of a class and of its bases state."""
+    constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
+    parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
+    return frozenset(parameter.name for parameter in parameters if parameter.kind not in _VARIADIC)
 
 
 def _current_args(model: Any) -> dict[str, Any]:
