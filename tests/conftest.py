@@ -11,16 +11,22 @@ import torch
 import timm_moe  # noqa: F401  (registers the models)
 
 DATA = Path(__file__).parent / "data"
+SLOWEST = ("test_train_script", "test_hub", "test_autoload", "test_train_options", "test_transformers", "test_models")
 SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
 SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of a file run in one worker, which shares what they make."""
+    """Tests of a file run in one worker, which shares what they make; the slowest files first, so that none is last."""
     from xdist.scheduler import LoadScopeScheduling
 
+    config.option.loadscopereorder = False
     return LoadScopeScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,8 @@ def begin(request):
     sys.argv = request["argv"]
     folder = os.path.dirname(os.path.abspath(sys.argv[0])) if request["code"] is None else ""
     sys.path[0:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if "timm" in sys.modules and os.environ["TIMM_MOE_AUTOLOAD"] != "0":
+        import timm_moe
 
 print("ready", flush=True)
 for line in sys.stdin:
@@ -55,7 +57,8 @@ def _zygote(modules, autoload):
 
 
 def _run(modules, autoload, argv, code, cwd, env, input):
-    zygote = _zygote(modules, autoload)
+    # torch hands over to the package when it is imported itself; where timm is there already, the child imports it.
+    zygote = _zygote(modules, "0" if "timm" in modules else autoload)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_text(input)

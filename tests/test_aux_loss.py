@@ -459,7 +459,9 @@ def test_a_task_that_fails_leaves_nothing_behind(road, error):
         task(images, targets)
     stumbling.error = None
     model = stumbling.model
-    assert not any(layer.router.gathering or layer.router.records for layer in timm_moe.moe_layers(model).values())
+    assert not any(
+        layer.router.phase != "anew" or layer.router.records for layer in timm_moe.moe_layers(model).values()
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(2):
         loss = F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
@@ -548,7 +550,7 @@ def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
     model.head.requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
     F.cross_entropy(model(images), targets).backward()
-    assert all(layer.router.pending and layer.router.records for layer in timm_moe.moe_layers(model).values())
+    assert all(layer.router.is_pending() for layer in timm_moe.moe_layers(model).values())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {"head.weight", "head.bias"}
@@ -802,8 +804,12 @@ def test_torchscript_is_refused_where_it_would_lose_the_losses():
     [
         ("vit_tiny_moe", dict(num_experts=8, eval_capacity_factor=0.5, top_k=2)),
         ("vmoe_b32", dict(num_experts=6, eval_capacity_factor=1.1, capacity_rounding="floor", batch_priority=True)),
-        ("vimoe_s14", dict(num_experts=4, eval_capacity_factor=2.5, capacity_rounding="round")),
-        ("widenet_b", dict(eval_capacity_factor=1.2)),
+        pytest.param(
+            "vimoe_s14",
+            dict(num_experts=4, eval_capacity_factor=2.5, capacity_rounding="round"),
+            marks=pytest.mark.ci,
+        ),
+        pytest.param("widenet_b", dict(eval_capacity_factor=1.2), marks=pytest.mark.ci),
     ],
 )
 def test_a_trace_has_the_capacities_of_each_batch(name, options):

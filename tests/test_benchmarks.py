@@ -55,6 +55,7 @@ def test_a_noisy_contest_is_repeated_and_marked(clock, monkeypatch):
     assert len(attempts) == protocol.ATTEMPTS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layer_and_peer_runs(monkeypatch, dtype):
     for module in (benchmarks.layers, benchmarks.peers):
@@ -68,6 +69,7 @@ def test_every_layer_and_peer_runs(monkeypatch, dtype):
         assert row.ratio >= 1
 
 
+@pytest.mark.ci
 def test_every_step_evaluation_and_averaging_runs(monkeypatch):
     for make in steps.vit_xtiny().values():
         steps.step(make, 2, True, SHORT)()

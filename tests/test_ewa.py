@@ -595,7 +595,13 @@ def by_hand(model, optimizer, seed):
 
 @pytest.mark.parametrize("step", [by_closure, by_hand])
 @pytest.mark.parametrize("given", ["", "base_optimizer"])
-@pytest.mark.parametrize("base", [torch.optim.SGD, lambda groups, lr: Lookahead(torch.optim.SGD(groups, lr=lr), k=2)])
+@pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(torch.optim.SGD, marks=pytest.mark.ci),
+        lambda groups, lr: Lookahead(torch.optim.SGD(groups, lr=lr), k=2),
+    ],
+)
 def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
     reference = copy.deepcopy(ewa_vit)
     for layer in timm_moe.moe_layers(reference).values():

@@ -252,6 +252,7 @@ def test_plain_timm_loads_what_was_pushed(hub, server, checkpoint, tmp_path):
     assert sum(method == "PUT" for method, _, _ in server.requests) == 2  # the same weights are stored once
 
 
+@pytest.mark.ci
 def test_expert_models_come_back_with_the_package(hub, server, checkpoints, tmp_path):
     for name, checkpoint in checkpoints.items():
         hub.push(checkpoint, f"user/{name}", "--moe")
@@ -291,6 +292,7 @@ def test_a_folder_is_uploaded_as_it_is(hub, server, checkpoint, tmp_path):
     assert "secrets.env" not in pushed
 
 
+@pytest.mark.ci
 def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, tmp_path):
     for name, checkpoint in checkpoints.items():
         folder = export_moe(checkpoint, tmp_path / name)
@@ -313,28 +315,40 @@ def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, 
     assert "has no expert layers" in hub.refused(dense, "user/vit", "--method", "svd")
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", pytest.param("vit_tiny_moe", marks=pytest.mark.ci)])
-def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name):
+PRETRAINED = {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "method"),
+    [
+        ("vit_tiny_ewa_moe", PRETRAINED, "average"),
+        ("vit_tiny_moe", {}, "sum"),
+        pytest.param("vit_tiny_ewa_moe", {}, "sum", marks=pytest.mark.ci),
+        pytest.param("vit_tiny_ewa_moe", {"initial_checkpoint": "/a/b.pth"}, "average", marks=pytest.mark.ci),
+        pytest.param("vit_tiny_ewa_moe", {**PRETRAINED, "initial_checkpoint": "/a/b"}, "sum", marks=pytest.mark.ci),
+        pytest.param("vit_tiny_moe", PRETRAINED, "average", marks=pytest.mark.ci),
+        pytest.param("vit_tiny_moe", {"initial_checkpoint": "/a/b.pth"}, "sum", marks=pytest.mark.ci),
+    ],
+)
+def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name, stated, method):
     content = torch.load(checkpoints[name], weights_only=False)
-    for change in ({}, {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}, {"initial_checkpoint": "/a/b.pth"}):
-        vars(content["args"]).update(change)
-        torch.save(content, tmp_path / "last.pth.tar")
-        summary = (checkpoints[name].parent / "summary.csv").read_bytes()
-        (tmp_path / "summary.csv").write_bytes(summary)
-        for method in ("average", "sum"):
-            folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", method, overwrite=True).path
-            pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5})
-            assert push_folder(folder, "user/vit", dry_run=True, metrics={"top1": 5}).card == pushed.card
-            pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True)
-            assert push_dense(folder, "user/vit", dry_run=True).card == pushed.card
-            config = json.loads((folder / "config.json").read_text())
-            assert config["pretrained_cfg"].get("license") == front_matter(pushed.card).get("license")
-            again = timm_moe.export_dense(folder, tmp_path / "again", overwrite=True).path
-            assert push_dense(again, "user/vit", dry_run=True).card == pushed.card
-            experts = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe", overwrite=True)
-            assert push_dense(experts, "user/vit", method=method, dry_run=True).card == pushed.card
-        pushed = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True)
-        assert push_folder(experts, "user/vit", dry_run=True).card == pushed.card
+    vars(content["args"]).update(stated)
+    torch.save(content, tmp_path / "last.pth.tar")
+    summary = (checkpoints[name].parent / "summary.csv").read_bytes()
+    (tmp_path / "summary.csv").write_bytes(summary)
+    folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", method).path
+    pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5})
+    assert push_folder(folder, "user/vit", dry_run=True, metrics={"top1": 5}).card == pushed.card
+    pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True)
+    assert push_dense(folder, "user/vit", dry_run=True).card == pushed.card
+    config = json.loads((folder / "config.json").read_text())
+    assert config["pretrained_cfg"].get("license") == front_matter(pushed.card).get("license")
+    again = timm_moe.export_dense(folder, tmp_path / "again").path
+    assert push_dense(again, "user/vit", dry_run=True).card == pushed.card
+    experts = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe")
+    assert push_dense(experts, "user/vit", method=method, dry_run=True).card == pushed.card
+    pushed = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True)
+    assert push_folder(experts, "user/vit", dry_run=True).card == pushed.card
 
 
 def test_the_licence_of_the_card_is_that_of_config_json(hub, server, checkpoint, tmp_path):

@@ -18,9 +18,11 @@ SL = dict(shifted_patches=True, locality_attention=True)
     ("name", "options"),
     [
         ("vit_tiny_ewa_moe", SMALL_VIT),
-        ("vit_xtiny_ewa_moe", dict(embed_dim=32, depth=2, num_heads=2, **SL)),
-        ("pit_xs_32_ewa_moe", dict(base_dims=[8, 8, 8], depth=[1, 2, 1], **SL)),
-        ("swin_tiny_patch2_window4_32_ewa_moe", dict(embed_dim=12, depths=[1, 2, 1], **SL)),
+        pytest.param("vit_xtiny_ewa_moe", dict(embed_dim=32, depth=2, num_heads=2, **SL), marks=pytest.mark.ci),
+        pytest.param("pit_xs_32_ewa_moe", dict(base_dims=[8, 8, 8], depth=[1, 2, 1], **SL), marks=pytest.mark.ci),
+        pytest.param(
+            "swin_tiny_patch2_window4_32_ewa_moe", dict(embed_dim=12, depths=[1, 2, 1], **SL), marks=pytest.mark.ci
+        ),
     ],
 )
 def test_an_exported_model_in_onnxruntime(name, options, images, tmp_path):

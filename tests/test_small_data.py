@@ -240,7 +240,7 @@ def test_without_the_options_it_is_the_stock_model(family, images):
 
 
 @families
-@pytest.mark.parametrize("options", [{}, SL, {"shifted_patches": True}])
+@pytest.mark.parametrize("options", [{}, SL, pytest.param({"shifted_patches": True}, marks=pytest.mark.ci)])
 def test_export(family, options, images, tmp_path):
     dense, moe, args, stock = FAMILIES[family]
     args = {**args, **options, "in_chans": 1}

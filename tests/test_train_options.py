@@ -177,7 +177,14 @@ class Training:
         return nn.functional.cross_entropy(self.model.eval()(self.images), self.labels).item()
 
 
-@pytest.mark.parametrize("setting", pairwise(OPTIONS), ids=words)
+#: With each optimizer; the other settings are run in CI.
+FIRST = pairwise(OPTIONS)[1::3]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=[] if s in FIRST else pytest.mark.ci, id=words(s)) for s in pairwise(OPTIONS)],
+)
 def test_in_process(tmp_path, setting):
     for name in ("whole", "resumed", "untrained"):
         (tmp_path / name).mkdir()

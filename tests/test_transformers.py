@@ -1,23 +1,19 @@
 """Hugging Face transformers opens what is written here, and timm opens what transformers saves of it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 from conftest import SMALL_VIT
 from PIL import Image
+from processes import run_code
 from sklearn.datasets import load_sample_image
 
 import timm_moe
 from timm_moe.callbacks.export import export_moe
 from timm_moe.model_config import get_pretrained_cfg, set_pretrained_cfg
 
-ROOT = Path(__file__).parents[1]
 VIT = {**SMALL_VIT, "num_classes": 7}
 SWIN = {"embed_dim": 24, "depths": (2, 2, 2), "num_heads": (1, 2, 3), "num_classes": 7}
 PIT = {"base_dims": (8, 8, 8), "depth": (2, 2, 2), "heads": (2, 4, 8), "num_classes": 7}
@@ -60,6 +56,8 @@ NAMES = ["apple", "bear", "bee", "bee", "camel", "cattle", "fish"]
 NAMED = ("vit", "deit", "own pit", "routed")  # the classes of these have names
 PLAIN = [*STOCK, "deit", "changed"]
 PACKAGE = [*OWN, *EXPERTS]
+FIRST = ("vit", "grey", "deit", "own pit", "experts", "routed vimoe")
+KINDS = [pytest.param(kind, marks=[] if kind in FIRST else pytest.mark.ci) for kind in (*PLAIN, *PACKAGE)]
 
 OPEN = """
 import json, sys, timm, torch
@@ -125,26 +123,26 @@ def _write(kind, folder):
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory):
-    """The folders, and what transformers makes of each in a process of its own, with and without this package."""
+def opened(request, tmp_path_factory):
+    """A folder of each kind to be tested; transformers opens it in another process, with or without this package."""
     pytest.importorskip("transformers")
     torch.manual_seed(0)
+    wanted = {item.callspec.params["kind"] for item in request.session.items if "opened" in item.fixturenames}
     root = tmp_path_factory.mktemp("folders")
     Image.fromarray(load_sample_image("china.jpg")).resize((90, 70)).save(root / "picture.png")
     for environment, kinds in (("plain", PLAIN), ("package", PACKAGE)):
-        folders = [root / kind for kind in kinds]
-        for kind, folder in zip(kinds, folders, strict=True):
-            _write(kind, folder)
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        env["TIMM_MOE_AUTOLOAD"] = str(int(environment == "package"))
-        paths = [environment, str(root / "picture.png"), json.dumps([str(folder) for folder in folders])]
-        done = subprocess.run([sys.executable, "-c", OPEN, *paths], env=env, capture_output=True, text=True)
+        folders = [root / kind for kind in kinds if kind in wanted]
+        for folder in folders:
+            _write(folder.name, folder)
+        paths = [environment, root / "picture.png", json.dumps([str(folder) for folder in folders])]
+        autoload = str(int(environment == "package"))
+        done = run_code(OPEN, *paths, modules=("timm", "transformers.pipelines"), autoload=autoload)
         assert done.returncode == 0, done.stderr
         assert "newly initialized" not in done.stderr
     return root
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, *PACKAGE])
+@pytest.mark.parametrize("kind", KINDS)
 def test_transformers_opens_a_folder_and_timm_what_it_saves(opened, kind):
     result = torch.load(opened / kind / "result.pt")
     model = timm.create_model(f"local-dir:{opened / kind}", pretrained=True).eval()

@@ -42,10 +42,10 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
     _check_place(file)
 
 
-def check_folder(folder: str | Path, names: Sequence[str]) -> None:
-    """Raise OSError if files of these names cannot be written to a folder; missing parents are no reason.
+def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = False) -> None:
+    """Raise OSError if a folder cannot take files of these names, or has one that must not be replaced.
 
-    Files that are there already are none either.
+    Missing parents are no reason.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -53,10 +53,21 @@ def check_folder(folder: str | Path, names: Sequence[str]) -> None:
     for name in names:
         if (folder / name).is_dir():
             raise IsADirectoryError(f"{folder / name} is a folder, where a file must be written.")
+        if (folder / name).exists():
+            check_writable(folder / name, overwrite)
     _check_place(folder)
 
 
-def holds_something(folder: Path) -> bool:
+def check_model_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> None:
+    """As :func:`check_folder`, but nothing else may be in the folder either, unless it may be overwritten."""
+    check_folder(folder, names, overwrite=True)
+    if not overwrite and folder.is_dir() and _holds_something(folder):
+        raise FileExistsError(
+            f"The folder {folder} is not empty; pass --overwrite (overwrite=True) to replace its model."
+        )
+
+
+def _holds_something(folder: Path) -> bool:
     """Whether anything is in a folder but what a killed process left there."""
     return any(not path.name.endswith((_PARTIAL, _LOCK)) for path in folder.iterdir())
 

@@ -20,7 +20,7 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..files import check_folder, check_writable, dump_json, publish, staged
+from ..files import check_folder, dump_json, publish, staged
 from ..layers import EwaMlp, MoeMlp, Routing
 from .data import Inference, batches, class_names
 
@@ -241,10 +241,7 @@ def table(summary: Mapping[str, Any]) -> str:
 
 def check_output(output_dir: str | Path, overwrite: bool = False) -> None:
     """Raise OSError if the results cannot be written; say so in the log if there will be no plot."""
-    check_folder(output_dir, _FILES)
-    for name in _FILES:
-        if Path(output_dir, name).exists():
-            check_writable(Path(output_dir, name), overwrite)
+    check_folder(output_dir, _FILES, overwrite)
     if find_spec("matplotlib") is None:
         _logger.warning("There will be no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
 

@@ -22,7 +22,7 @@ from ..checkpoints.history import ENTRY, Experts, History, find_history
 from ..checkpoints.source import ModelSpec, first_problem, load_source
 from ..convert.blocks import copy_sharing_tensors, moe_layers
 from ..convert.dense import to_dense_
-from ..files import check_folder, holds_something, publish, staged
+from ..files import check_model_folder, publish, staged
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
@@ -201,11 +201,7 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     target = Path(output_dir)
     if target.is_dir():
         target = target.resolve() if target.is_symlink() or not target.name else target
-    check_folder(target, _FILES)
-    if target.is_dir() and holds_something(target) and not overwrite:
-        raise FileExistsError(
-            f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model."
-        )
+    check_model_folder(target, _FILES, overwrite)
     return target
 
 

@@ -89,9 +89,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     losses = []
     for layer in _routed_layers(model):
-        if layer.router.pending and layer.router.records:  # an EMA of the model is announced, and never run
+        if layer.router.is_pending():
             _check_finite(layer, _count(layer.router))
-            layer.router.pending = False
+            layer.router.end_waiting()
         losses += [record.weighted_loss for record in layer.router.records if record.weighted_loss is not None]
     if not losses:
         reference = next(model.parameters(), None)
@@ -127,7 +127,6 @@ def gathering(task: nn.Module) -> Iterator[None]:
     routers = [layer.router for layer in _routed_layers(task)]
     for router in routers:
         router.begin_task()
-        router.begin_forward()
     try:
         yield
     except BaseException:
@@ -136,13 +135,13 @@ def gathering(task: nn.Module) -> Iterator[None]:
         raise
     finally:
         for router in routers:
-            router.gathering = False
+            router.end_task()
 
 
 def with_auxiliary_loss(task: nn.Module, result: dict[str, Any]) -> dict[str, Any]:
     """What a timm training task returned, with the losses of its routers in its loss."""
     routers = [layer.router for layer in _routed_layers(task)]
-    if not any(router.pending and router.records for router in routers):  # not training, or a task within did it
+    if not any(router.is_pending() for router in routers):  # not training, or a task within did it
         return result
     loss = auxiliary_loss(task)
     return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
@@ -172,7 +171,7 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
             "holds those of the last forward, so call it after each one that is trained on."
         )
     for layer in trained:
-        layer.router.announced = layer.router.discarded = False
+        layer.router.see_step()
 
 
 def log_epoch(optimizer: Optimizer) -> None:

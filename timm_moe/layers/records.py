@@ -49,21 +49,32 @@ class RouterRecord(NamedTuple):
 class RecordingRouter(Router):
     """Base of the routers that have losses.
 
-    In training, each forward leaves a record, whose losses are pending until someone adds them to the training loss.
-    A forward of the model replaces the records of the one before, unless a training task gathers those of several.
-    What gradient checkpointing repeats in backward does not count. Once the losses were added, no more records are
-    taken until the next forward of the model begins. Where nobody announces forwards, because the model itself is not
-    called, records gather until their losses are added; those that wait in vain are forgotten with a warning.
+    In training, each forward leaves a record, whose losses wait until someone adds them to the training loss. A forward
+    of the model replaces the records of the one before, unless a training task gathers those of several. What gradient
+    checkpointing repeats in backward does not count. Once the losses were added, no more records are taken until the
+    next forward of the model begins. Where nobody announces forwards, because the model itself is not called, records
+    gather until their losses are added; those that wait in vain are forgotten with a warning.
 
     Attributes:
         loss_weights: weight of each loss by name; those without one are not computed.
         records: of the last forward of the model in training, in the order of the calls of this router.
-        pending: whether their losses wait to be added.
-        gathering: whether a task wants the records of all forwards until it ends.
-        announced: whether :meth:`begin_forward` was called since the last optimizer step.
-        discarded: whether pending losses were replaced by those of another forward since the last optimizer step.
+        phase: what comes of the next record, see below.
+        discarded: whether losses that waited were replaced by those of another forward since the last optimizer step.
         waited: number of records that were there at the last step of an optimizer which does not train this router.
     """
+
+    #: Of ``phase``. The next record is the first of a new list, as nobody announced a forward since the last step; ...
+    ANEW = "anew"
+    #: ... is one more of those that nobody announced; ...
+    UNANNOUNCED = "unannounced"
+    #: ... is one more of the model's forward; ...
+    FORWARD = "forward"
+    #: ... is one more of all forwards of a training task; ...
+    TASK = "task"
+    #: ... is not taken, as the losses were added.
+    ADDED = "added"
+
+    phase: str
 
     def __init__(self, num_experts: int, loss_weights: dict[str, float]):
         super().__init__(num_experts)
@@ -71,31 +82,53 @@ class RecordingRouter(Router):
         self._reset()
 
     def _reset(self) -> None:
-        self.gathering = self.announced = self.discarded = False
+        self.discarded = False
         self.forget()
 
     def begin_forward(self) -> None:
         """A forward of the model begins: take its records, if it is one in training."""
-        if self.is_recording() and not in_backward():
-            if not self.gathering:
-                self.discarded = self.discarded or self.has_pending_losses()
-                self.forget()
-            self.pending = self.announced = True
+        if self.phase != self.TASK and self.is_recording() and not in_backward():
+            self.discarded = self.discarded or self.has_pending_losses()
+            self.forget()
+            self.phase = self.FORWARD
 
     def begin_task(self) -> None:
         """A training task begins: forget the records before it, and gather."""
         self.forget()
-        self.gathering = True
+        self.phase = self.TASK
+
+    def end_task(self) -> None:
+        """The training task has ended; another forward replaces its records."""
+        if self.phase == self.TASK:
+            self.phase = self.FORWARD if self.records else self.ANEW
 
     def forget(self) -> None:
         """Forget the records."""
         self.records: list[RouterRecord] = []
-        self.pending = False
+        self.phase = self.ANEW
         self.waited = 0
+
+    def is_pending(self) -> bool:
+        """Whether there are records whose losses were not added yet."""
+        return bool(self.records) and self.phase not in (self.ANEW, self.ADDED)
+
+    def has_pending_losses(self) -> bool:
+        """Whether losses with a gradient wait to be added."""
+        return self.is_pending() and _have_gradient(self.records)
+
+    def end_waiting(self) -> None:
+        """The losses were added."""
+        self.phase = self.ANEW if self.phase == self.UNANNOUNCED else self.ADDED
+
+    def see_step(self) -> None:
+        """An optimizer steps that trains this router."""
+        if self.phase != self.UNANNOUNCED:
+            self.phase = self.ANEW
+        self.discarded = False
 
     def see_another_step(self) -> None:
         """An optimizer steps that does not train this router: what its last step saw waiting waits in vain."""
-        if self.has_pending_losses() and not self.announced:
+        if self.phase == self.UNANNOUNCED and self.has_pending_losses():
             if self.waited:
                 self._forget_oldest(self.waited)
             self.waited = len(self.records)
@@ -139,11 +172,11 @@ class RecordingRouter(Router):
                     "Reentrant gradient checkpointing loses the routers' losses: give it use_reentrant=False."
                 )
             return
-        if not self.pending:
-            if self.announced:
-                return  # what was compiled cannot ask whether it is a repetition
+        if self.phase == self.ADDED:
+            return  # what was compiled cannot ask whether it is a repetition
+        if self.phase == self.ANEW:
             self.forget()
-            self.pending = True
+            self.phase = self.UNANNOUNCED
         weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
@@ -154,12 +187,8 @@ class RecordingRouter(Router):
         )
         # Without anything to add, nobody may ever come for the records, so they must not pile up.
         self.records = [*self.records, record] if _have_gradient([record]) else [record]
-        if len(self.records) > MOST_WAITING and not self.announced:
+        if len(self.records) > MOST_WAITING and self.phase == self.UNANNOUNCED:
             self._forget_oldest(1)
-
-    def has_pending_losses(self) -> bool:
-        """Whether losses with a gradient wait to be added."""
-        return self.pending and _have_gradient(self.records)
 
     def __getstate__(self) -> dict[str, Any]:  # for a deep copy or a pickle, to which no graph must be tied
         return {**self.__dict__, "records": []}
