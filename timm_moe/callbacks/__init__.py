@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..convert import convert_to_moe
 from .averaging import ExpertWeightAveraging, average_experts_
+from .loop import add_router_losses, expert_statistics, start_averaging
 from .router_losses import RoutingSummary, auxiliary_loss, routing_summary
 
 if TYPE_CHECKING:
@@ -17,14 +18,17 @@ if TYPE_CHECKING:
 __all__ = [
     "ExpertWeightAveraging",
     "RoutingSummary",
+    "add_router_losses",
     "auxiliary_loss",
     "average_experts_",
     "convert_to_moe",
+    "expert_statistics",
     "export_dense",
     "export_moe",
     "push_dense",
     "push_moe",
     "routing_summary",
+    "start_averaging",
 ]
 
 #: What comes after a run is imported at first use: every process that imports timm imports this package.

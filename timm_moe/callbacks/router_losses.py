@@ -88,7 +88,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         ``aux_loss_weight=0``).
     """
     losses = []
-    for layer in _routed_layers(model):
+    for layer in routed_layers(model):
         if layer.router.is_pending():
             _check_finite(layer, _count(layer.router))
             layer.router.end_waiting()
@@ -124,7 +124,7 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
 @contextmanager
 def gathering(task: nn.Module) -> Iterator[None]:
     """A timm training task runs, in which routers gather the records of all forwards; if it fails, they forget them."""
-    routers = [layer.router for layer in _routed_layers(task)]
+    routers = [layer.router for layer in routed_layers(task)]
     for router in routers:
         router.begin_task()
     try:
@@ -140,7 +140,7 @@ def gathering(task: nn.Module) -> Iterator[None]:
 
 def with_auxiliary_loss(task: nn.Module, result: dict[str, Any]) -> dict[str, Any]:
     """What a timm training task returned, with the losses of its routers in its loss."""
-    routers = [layer.router for layer in _routed_layers(task)]
+    routers = [layer.router for layer in routed_layers(task)]
     if not any(router.is_pending() for router in routers):  # not training, or a task within did it
         return result
     loss = auxiliary_loss(task)
@@ -186,7 +186,8 @@ def log_epoch(optimizer: Optimizer) -> None:
             totals.complete = True
 
 
-def _routed_layers(model: nn.Module) -> list[Any]:
+def routed_layers(model: nn.Module) -> list[Any]:
+    """The expert layers of a model, however wrapped, whose routers have losses."""
     return [
         module
         for module in model.modules()

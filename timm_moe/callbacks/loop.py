@@ -1,0 +1,79 @@
+"""What the training loop of any library calls: at its start, for each loss, and where it logs.
+
+An integration is these three functions, called from where its library lets one in: see
+:mod:`timm_moe.integrations.transformers` and :mod:`timm_moe.integrations.lightning`.
+"""
+
+import math
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..convert.blocks import moe_layers, sharing
+from .averaging import UPDATES, ExpertWeightAveraging, layers_of_trained_experts
+from .router_losses import auxiliary_loss, routed_layers, routing_summary
+
+
+def start_averaging(
+    model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
+) -> ExpertWeightAveraging | None:
+    """The averaging of a run that begins, at the rates and by the schedules that its expert layers were created with.
+
+    Args:
+        model: to be trained.
+        optimizer: of the run, with its state if the run is resumed.
+        total_updates: optimizer steps in the whole run.
+        updates: those done before, 0 at the start of a run. Where the optimizer knows of steps that a GradScaler
+            skipped, its own count holds.
+
+    Returns:
+        The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove` ends it), or None
+        if the optimizer trains no experts that have a share rate.
+
+    Raises:
+        ValueError: if the run has no known end, and as :class:`ExpertWeightAveraging`.
+    """
+    layers = list(moe_layers(model).values())
+    if not any(sharing(layer)[0] for layer in layers_of_trained_experts(optimizer, layers)):
+        return None
+    if not math.isfinite(total_updates) or total_updates < 1:
+        raise ValueError(
+            f"The schedule of expert weight averaging needs the number of optimizer steps of the run, got "
+            f"{total_updates}: give the run a number of steps or epochs."
+        )
+    if not updates:  # the optimizer may have been used before
+        optimizer.param_groups[0].pop(UPDATES, None)
+    averaging = ExpertWeightAveraging(model, optimizer, total_updates=int(total_updates))
+    averaging.seek(updates)
+    return averaging
+
+
+def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:
+    """A training loss with the routers' losses of the forwards that it was computed from.
+
+    Args:
+        model: that computed it.
+        loss: a scalar.
+        scale: of the routers' losses, where the loss was divided by the number of accumulated batches already.
+
+    Returns:
+        The sum; the loss as it is in eval mode, without routers, or where :func:`auxiliary_loss` was added already.
+    """
+    if not any(layer.router.is_pending() for layer in routed_layers(model)):
+        return loss
+    return loss + auxiliary_loss(model) * scale
+
+
+def expert_statistics(model: nn.Module, averaging: ExpertWeightAveraging | None = None) -> dict[str, float]:
+    """Numbers for a log by name: what each router did since the last call, and the share rate of the last averaging.
+
+    ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction of choices that
+    found no place, ``.../load_max`` the fraction of all choices that went for the most chosen expert.
+    """
+    numbers = {}
+    for path, summary in routing_summary(model, reset=True).items():
+        numbers |= {f"router/{path}/{name}_loss": value for name, value in summary.losses.items()}
+        numbers |= {f"router/{path}/dropped": summary.dropped, f"router/{path}/load_max": max(summary.load)}
+    if averaging is not None:
+        numbers["ewa/share_rate"] = averaging.share_rate
+    return numbers
