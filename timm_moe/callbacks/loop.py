@@ -70,7 +70,7 @@ def expert_statistics(model: nn.Module, averaging: ExpertWeightAveraging | None 
     ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction of choices that
     found no place, ``.../load_max`` the fraction of all choices that went for the most chosen expert.
     """
-    numbers = {}
+    numbers: dict[str, float] = {}
     for path, summary in routing_summary(model, reset=True).items():
         numbers |= {f"router/{path}/{name}_loss": value for name, value in summary.losses.items()}
         numbers |= {f"router/{path}/dropped": summary.dropped, f"router/{path}/load_max": max(summary.load)}
