@@ -10,8 +10,9 @@ from timm.models import model_entrypoint
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .convert.blocks import ffn_paths, moe_layers
+from .convert.blocks import moe_layers
 from .convert.dense import to_dense
+from .convert.find import ffn_paths
 from .layers import EwaMlp, MoeMlp
 from .model_config import model_input_size, shown
 

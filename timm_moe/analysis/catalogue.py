@@ -6,7 +6,8 @@ from itertools import groupby
 
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
-from ..convert.blocks import ffn_paths, moe_layers
+from ..convert.blocks import moe_layers
+from ..convert.find import ffn_paths
 from ..info import activated_parameters, parameters, weightless_model
 from ..models import ewa
 

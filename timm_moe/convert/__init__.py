@@ -1,8 +1,9 @@
 """A network becomes experts, and back."""
 
-from .blocks import expert_parameters, ffn_paths, moe_layers
+from .blocks import expert_parameters, moe_layers
 from .convert import convert_to_moe
 from .dense import to_dense
+from .find import ffn_paths
 from .routers import RouterSpec, register_router
 
 __all__ = [

@@ -1,47 +1,17 @@
-"""The feed-forward networks of a model that can become experts, and those that did."""
+"""Which blocks of a model are meant, their expert layers, and how these are put in and taken out."""
 
-import contextlib
 import copy
-import re
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from timm.layers import GluMlp, Mlp, SwiGLU
-from timm.models.tiny_vit import NormMlp
-from timm.models.vitamin import GeGluMlp
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..layers import EwaMlp, MoeMlp
+from .split import SplitFfn
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-#: Feed-forward networks that act on each token by itself; older versions of timm have fewer.
-FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
-with contextlib.suppress(ImportError):
-    from timm.models.gemma4_vit import Gemma4GatedMlp
-
-    FFN_CLASSES += (Gemma4GatedMlp,)
-
-
-def ffn_paths(model: nn.Module) -> list[str]:
-    """Names of the feed-forward networks that could become experts, in order.
-
-    They are the ``mlp...`` of a numbered block, or of a part of one as MaxViT's ``attn_grid``. Those deeper inside, of
-    relative positions for instance, do not map tokens, and a mixer's ``mlp_tokens`` sees all tokens at once.
-    """
-    return [
-        name
-        for name, module in model.named_modules()
-        if re.search(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$", name)
-        and (isinstance(module, MoeMlp) or _acts_on_each_token(module))
-    ]
-
-
-def _acts_on_each_token(module: nn.Module) -> bool:
-    convolutional = any(isinstance(child, nn.Conv2d) for child in module.children())
-    return type(module) in FFN_CLASSES and not convolutional and next(module.buffers(), None) is None
 
 
 def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int]:
@@ -136,7 +106,23 @@ def _has_parameters(layer: MoeMlp, name: str) -> bool:
     return next(layer.get_submodule(name.rpartition(".")[0]).parameters(), None) is not None
 
 
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def put_experts(model: nn.Module, path: str, network: nn.Module, layer: MoeMlp) -> None:
+    """Put an expert layer in the place of a network."""
+    if isinstance(network, SplitFfn):
+        network.make_room(model, model.get_submodule(path.rpartition(".")[0]), layer)
+    else:
+        _replace_module(model, network, layer)
+
+
+def put_network(model: nn.Module, path: str, layer: MoeMlp, network: nn.Module) -> None:
+    """Put a network in the place of an expert layer."""
+    if isinstance(network, SplitFfn):
+        network.put_back(model, model.get_submodule(path.rpartition(".")[0]))
+    else:
+        _replace_module(model, layer, network)
+
+
+def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put a module in the place of another, in every block that shares it."""
     for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is old]:
         parent, _, name = path.rpartition(".")

@@ -10,7 +10,9 @@ from torch import nn
 from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
-from .blocks import ffn_paths, replace_module, select_blocks
+from .blocks import put_experts, select_blocks
+from .check import row_width
+from .find import Modules, find_networks
 from .routers import MakeRouter, RouterSpec, get_spec, split_options
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -24,23 +26,25 @@ register_notrace_module(SharedExpertMlp)
 def convert_to_moe(
     model: ModelT,
     num_experts: int = 4,
-    moe_layers: str | int | Iterable[int] = "every-2",
+    moe_layers: str | int | Iterable[int] | None = None,
     router: str | RouterSpec | MakeRouter = "random",
     expert_init: str = "same",
     share_rate: float | None = None,
     share_schedule: str | None = None,
     *,
+    modules: Modules | None = None,
     expert_dropout: float | None = None,
     **options: Any,
 ) -> ModelT:
-    """Replace the feed-forward networks of some blocks of a timm model by expert layers, in place.
+    """Replace the feed-forward networks of some blocks of a model by expert layers, in place.
 
     Args:
-        model: a timm model whose numbered blocks hold an ``mlp`` (ViT, DeiT, Swin, ...).
+        model: a model of timm (ViT, DeiT, Swin, ...), of Hugging Face transformers or of torchvision, one with layers
+            of ``nn.TransformerEncoderLayer``, or any other, of which ``modules`` names the networks.
         num_experts: E, the number of experts in each layer.
         moe_layers: which blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
             ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
-            ``"1,3,5"`` or as integers.
+            ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names.
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; or the name of
             another that was registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a
             callable ``(dim, num_experts) -> nn.Module``.
@@ -50,6 +54,9 @@ def convert_to_moe(
             random partitions; routed experts are only averaged if this or ``share_schedule`` is given (Early EWA).
         share_schedule: its course over training: ``"linear"`` (default for random partitions), ``"constant"``,
             ``"early"`` (default for routed experts) or ``"late"``.
+        modules: the feed-forward networks, where they are not known or others are meant: a regular expression that
+            matches their names, a list of names, or a predicate ``(name, module) -> bool``. ``moe_layers`` then counts
+            these. Each must map every row by itself, which is checked with a few rows.
         expert_dropout: rate of the dropout inside the experts; by default that of the dense network.
         options: of the router and of its layer, as follows.
 
@@ -92,7 +99,8 @@ def convert_to_moe(
 
     Raises:
         ValueError: if an option is not one of the above, does not go with the router, or the model has no block that
-            can be converted; the model is then unchanged.
+            can be converted, or a network that ``modules`` names cannot be (it mixes rows, holds buffers, is used
+            twice, ...); the model is then unchanged.
         TypeError: if no router has an option of that name, or the router does not return a module.
     """
     spec = get_spec(router)
@@ -101,7 +109,7 @@ def convert_to_moe(
     spec.check(model, router_options)
     rate, schedule = _sharing(spec, num_experts, share_rate, share_schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
-    chosen = _chosen_networks(model, moe_layers)
+    chosen = _chosen_networks(model, moe_layers, modules)
     layers = {
         path: spec.layer(
             ffn,
@@ -117,7 +125,8 @@ def convert_to_moe(
     for path, layer in layers.items():
         layer.path, layer.replaced = path, WeakRegistry(chosen[path].parameters())
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not know of it
-        replace_module(model, chosen[path], layer.train(model.training))
+        layer.train(chosen[path].training)
+        put_experts(model, path, chosen[path], layer)
     if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
         model.register_forward_pre_hook(begin_forward)
     return model
@@ -135,14 +144,20 @@ def _sharing(
     return rate, schedule
 
 
-def _chosen_networks(model: nn.Module, moe_layers: str | int | Iterable[int]) -> dict[str, nn.Module]:
+def _chosen_networks(
+    model: nn.Module, moe_layers: str | int | Iterable[int] | None, modules: Modules | None
+) -> dict[str, nn.Module]:
     """The networks of the chosen blocks by name; ValueError if one is an expert layer already, or there are none."""
-    paths = ffn_paths(model)
-    if not paths:
+    networks = find_networks(model, modules)
+    if not networks:
         raise ValueError(
-            f"{type(model).__name__} has no numbered block with an mlp of linear layers that could become experts."
+            f"{type(model).__name__} has no numbered block with an mlp of linear layers that could become experts; "
+            "name its feed-forward networks by modules=..."
         )
-    chosen = {paths[block]: model.get_submodule(paths[block]) for block in select_blocks(moe_layers, len(paths))}
+    if moe_layers is None:
+        moe_layers = "every-2" if modules is None else "every-1"
+    paths = list(networks)
+    chosen = {paths[block]: networks[paths[block]] for block in select_blocks(moe_layers, len(paths))}
     for path, ffn in chosen.items():
         if isinstance(ffn, MoeMlp):
             raise ValueError(f"{path} is an expert layer already.")
@@ -154,9 +169,9 @@ def _make_router(
 ) -> nn.Module:
     """A router of the rows that a network takes, on its device and of its type."""
     factory = spec.last_factory if is_last and spec.last_factory is not None else spec.factory
-    first = next(module for module in ffn.modules() if isinstance(module, nn.Linear))
-    with torch.device(first.weight.device):
-        router = factory(first.in_features, num_experts, **options)
+    weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
+    with torch.device(weight.device):
+        router = factory(row_width(ffn), num_experts, **options)
     if not isinstance(router, nn.Module):
         raise TypeError(f"The router {spec.name!r} is a {type(router).__name__}, not a torch.nn.Module.")
     inside = [type(module).__name__ for module in router.modules() if isinstance(module, RecordingRouter)]
@@ -164,4 +179,4 @@ def _make_router(
         raise TypeError(
             f"The router {spec.name!r} holds a {inside[0]}, whose losses nobody would find there: subclass it instead."
         )
-    return router.to(first.weight.dtype)
+    return router.to(weight.dtype)

@@ -11,7 +11,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..layers import MoeMlp, begin_forward
-from .blocks import moe_layers, replace_module, whole_experts
+from .blocks import moe_layers, put_network, whole_experts
 from .gather import average, get_method
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -65,7 +65,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
             told = time.monotonic()
             _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, number)
         layer = layers.pop(path)
-        replace_module(model, layer, layer.to_ffn(gather(layer.networks())))
+        put_network(model, path, layer, layer.to_ffn(gather(layer.networks())))
     for module in without_announcements(model).modules():
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:

@@ -1,0 +1,126 @@
+"""Whether a network can become experts: it must map every row by itself, as is seen from a few rows."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+from timm.layers import GluMlp, Mlp, SwiGLU
+from timm.models.tiny_vit import NormMlp
+from timm.models.vitamin import GeGluMlp
+from torch import Tensor, nn
+
+from ..layers import MoeMlp
+
+#: timm's feed-forward networks, which are known to map every row by itself; older versions of timm have fewer.
+FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
+with contextlib.suppress(ImportError):
+    from timm.models.gemma4_vit import Gemma4GatedMlp
+
+    FFN_CLASSES += (Gemma4GatedMlp,)
+
+#: Largest difference between a row's outputs in two batches, relative to the largest output: that of float32.
+TOLERANCE = 1e-4
+
+
+def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
+    """Raise ValueError unless a network, which is called by this name in a model, can become experts.
+
+    On the meta device, where there are no numbers, whether its rows are mapped by themselves is not checked.
+    """
+    reason = _first_reason(model, network)
+    if reason:
+        raise ValueError(f"{path}, a {type(network).__name__}, cannot become experts: {reason}.")
+
+
+def row_width(network: nn.Module) -> int:
+    """D, the width of the rows that a network takes: the inputs of that of its linear layers which comes first."""
+    widths = dict.fromkeys(module.in_features for module in network.modules() if isinstance(module, nn.Linear))
+    if type(network) in FFN_CLASSES:
+        return next(iter(widths))
+    memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()}
+    probe = copy.deepcopy(network, memo).eval()  # without weights, for the shapes alone
+    return next((width for width in widths if _accepts(probe, width)), next(iter(widths)))
+
+
+def _first_reason(model: nn.Module, network: nn.Module) -> str | None:
+    if any(isinstance(module, MoeMlp) for module in network.modules()):
+        return "it is an expert layer already, or holds one"
+    buffer = next(iter(network.named_buffers()), None)
+    if buffer is not None:
+        return f"it holds a buffer ({buffer[0]}), of which experts would need one each"
+    if next(network.parameters(), None) is None:
+        return "it has no parameters"
+    if not any(isinstance(module, nn.Linear) for module in network.modules()):
+        return "it has no torch.nn.Linear that tells the width of its rows"
+    other = next(_other_names(model, network), None)
+    if other is not None:
+        return f"it is used twice, since its weights are also called {other}"
+    return None if next(network.parameters()).is_meta else _mixing(network)
+
+
+def _other_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
+    """Names of its parameters in the model beyond the first of each."""
+    own, seen = {id(parameter) for parameter in network.parameters()}, set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and id(parameter) in seen:
+            yield name
+        seen.add(id(parameter))
+
+
+@torch.no_grad()
+def _mixing(network: nn.Module) -> str | None:
+    """What is wrong with the outputs of a few rows, in eval mode."""
+    parameter, width = next(network.parameters()), row_width(network)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, width, generator=generator).to(parameter.device)
+    probe = _probe(network)
+    try:
+        y = probe(x)
+        if not isinstance(y, Tensor):
+            return f"it returns a {type(y).__name__} and not a tensor"
+        if y.shape[:-1] != x.shape[:-1]:
+            return f"it makes {tuple(y.shape)} of rows of shape {tuple(x.shape)}, which changes their number"
+        if _is_constant(y):  # as networks do that begin at zero
+            for weight in probe.parameters():
+                weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
+            y = probe(x)
+        if not _equal(probe(x), y):
+            return "its outputs are random in eval mode"
+        order = torch.tensor([2, 0, 3, 1], device=x.device)
+        alone = torch.cat([probe(row) for row in x.split(1)])
+        if not (_equal(probe(x[order]), y[order]) and _equal(alone, y)):
+            return "it mixes rows: what it makes of one depends on the others"
+        if not _equal(probe(x.view(2, 2, width)), y.view(2, 2, -1)):
+            return "it mixes rows: what it makes of them depends on their shape"
+    except Exception as error:
+        return f"it cannot be called with rows of shape {tuple(x.shape)} alone ({_first_line(error)})"
+    return None
+
+
+def _probe(network: nn.Module) -> nn.Module:
+    """A copy to be tried out, in float32: what is left of a difference there is no rounding."""
+    return copy.deepcopy(network).float().eval()
+
+
+def _accepts(probe: nn.Module, width: int) -> bool:
+    try:
+        probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))
+    except Exception:  # whatever a foreign network raises
+        return False
+    return True
+
+
+def _is_constant(y: Tensor) -> bool:
+    return _equal(y, y[:1].expand_as(y))
+
+
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape:
+        return False
+    scale = expected.abs().max().item()
+    return torch.allclose(actual, expected, rtol=0, atol=TOLERANCE * scale, equal_nan=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
