@@ -1,0 +1,177 @@
+"""Lightning: one callback brings a LightningModule's expert layers what they need in training.
+
+``lightning.Trainer(callbacks=[ExpertCallback()])``, or ``pytorch_lightning.Trainer`` where ``lightning`` is installed too.
+"""
+
+import functools
+import random
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from ..callbacks.averaging import ExpertWeightAveraging
+from ..callbacks.loop import add_router_losses, expert_statistics, start_averaging
+from ..callbacks.router_losses import gathering, routed_layers
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities import rank_zero_warn
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"timm_moe.integrations.lightning needs {error.name}: pip install 'timm_moe[lightning]'."
+    ) from error
+
+__all__ = ["ExpertCallback"]
+
+
+class ExpertCallback(Callback):
+    """Averaging, router losses, statistics and exact resumption for the expert layers anywhere in a LightningModule.
+
+    - After each optimizer step the experts are averaged, at the share rates and by the schedules that their layers were
+      created with, over ``trainer.estimated_stepping_batches`` steps. An optimizer that has its averaging already, from
+      ``configure_optimizers``, keeps it.
+    - The routers' losses of all forwards of a ``training_step`` are added to the loss that it returns, unless it added
+      :func:`timm_moe.auxiliary_loss` itself. In manual optimization, where it calls backward, it has to.
+    - At the end of each epoch :func:`timm_moe.callbacks.expert_statistics` goes to the loggers, as the mean over the
+      processes.
+    - Checkpoints hold the random state of each process, so that a run that is resumed from the end of an epoch draws
+      the partitions of its tokens, dropout and the order of its data as if it had not been interrupted.
+
+    Raises:
+        ValueError: at the start of training, if the number of optimizer steps is unknown: without ``max_steps`` and
+            ``max_epochs``, or with Lightning's ``GradientAccumulationScheduler``; and as :class:`ExpertWeightAveraging`.
+    """
+
+    def __init__(self) -> None:
+        self._run = ExitStack()  # what is to be undone at the end of training
+        self._averagings: list[ExpertWeightAveraging] = []
+        self._fitting = self._failed = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._fitting, self._failed = stage == "fit", False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.close()  # a search for the batch size leaves training without a word
+        self._add_router_losses(pl_module)
+        for optimizer in trainer.optimizers:
+            if ExpertWeightAveraging.of(optimizer) is None:
+                total_updates = _total_updates(trainer)
+                averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
+                if averaging is not None:
+                    self._run.callback(averaging.remove)
+                    _warn_of_manual_optimization(pl_module, total_updates)
+        self._averagings = [found for found in map(ExpertWeightAveraging.of, trainer.optimizers) if found is not None]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        averaging = self._averagings[0] if self._averagings else None
+        pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.close()
+        self._averagings = []
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._failed = True
+        self.on_train_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        # After an exception this may be the only process that saves, so it must not wait for others.
+        return {"random_states": [_random_state()] if self._failed else _of_all_processes(_random_state())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Bring the random state back at once: the optimizers may ask for the data, which is shuffled then."""
+        states = state_dict["random_states"]
+        processes = distributed.get_world_size() if _is_distributed() else 1
+        if not self._fitting:
+            return
+        if len(states) != processes:
+            rank_zero_warn(
+                f"The checkpoint holds the random state of {len(states)} processes and this run has {processes}, so it "
+                "draws other random numbers than the run that it continues."
+            )
+            return
+        _set_random_state(states[distributed.get_rank() if _is_distributed() else 0])
+
+    def _add_router_losses(self, pl_module: Any) -> None:
+        """Let ``training_step`` of this module, and of its copies, return a loss with the routers' losses."""
+        own = vars(pl_module).get("training_step")  # torch.compile leaves one
+
+        @functools.wraps(own or type(pl_module).training_step)
+        def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            step = own or type(self).training_step.__get__(self)
+            return _with_router_losses(self, step, *args, **kwargs)
+
+        pl_module.training_step = MethodType(training_step, pl_module)
+        self._run.callback(_put_back, pl_module, own)
+
+
+def _put_back(module: Any, own: Any) -> None:
+    del module.training_step
+    if own is not None:
+        module.training_step = own
+
+
+def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a training step returns, with the losses of its routers in its loss, if Lightning calls backward on it."""
+    if not module.automatic_optimization:
+        return step(*args, **kwargs)
+    with gathering(module):
+        output = step(*args, **kwargs)
+    if output is None:  # the batch is left out
+        for layer in routed_layers(module):
+            layer.router.forget()
+    elif isinstance(output, torch.Tensor):
+        return add_router_losses(module, output)
+    elif isinstance(output, dict) and output.get("loss") is not None:
+        return {**output, "loss": add_router_losses(module, output["loss"])}
+    return output
+
+
+def _total_updates(trainer: Any) -> float:
+    if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
+        raise ValueError(
+            "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
+            "timm_moe.ExpertWeightAveraging in configure_optimizers and tell it total_updates."
+        )
+    return trainer.estimated_stepping_batches
+
+
+def _warn_of_manual_optimization(module: LightningModule, total_updates: float) -> None:
+    if not module.automatic_optimization:
+        rank_zero_warn(
+            f"Manual optimization: the share rate reaches its end after {total_updates} steps of the optimizer. If it "
+            "takes another number, make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
+            "total_updates."
+        )
+
+
+def _random_state() -> dict[str, Any]:
+    """The state of the generators that a process of a run draws from, as torch.load(weights_only=True) reads it."""
+    legacy: Any = np.random.get_state()
+    name, keys, *rest = legacy
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _of_all_processes(state: dict[str, Any]) -> list[Any]:
+    if not _is_distributed():
+        return [state]
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, state)
+    return states
