@@ -88,8 +88,8 @@ def average_experts_(model: nn.Module, beta: float) -> None:
 
     Raises:
         ValueError: unless 0 <= beta <= (E - 1) / E, if there are no expert layers, if they are sharded along the
-            dimension of the experts or held in flat pieces (FSDP1), or if they are computed from other parameters
-            (pruned, weight-normed); nothing is averaged then.
+            dimension of the experts or held in flat pieces (FSDP1), if they are computed from other parameters
+            (pruned, weight-normed), or if they have adapters (PEFT); nothing is averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
@@ -114,6 +114,12 @@ def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
             )
         local_part(stacked)  # raises
         experts.append(stacked)
+    adapted = layer.adapted()
+    if adapted:
+        raise ValueError(
+            f"{adapted[0]} of the experts in {layer.path or 'an expert layer'} has adapters, which cannot be averaged: "
+            "merge first, model = model.merge_and_unload(), or train them without averaging (share_rate=0)."
+        )
     return experts
 
 
@@ -366,7 +372,7 @@ def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) ->
 def _sources(layer: MoeMlp) -> list[Tensor]:
     """The parameters that the experts of a layer are, or are computed from."""
     experts: list[Tensor] = [attrgetter(name)(layer) for name in layer.stacked_shapes]
-    if all(isinstance(stacked, nn.Parameter) for stacked in experts):
+    if all(isinstance(stacked, nn.Parameter) for stacked in experts) and not layer.adapted():
         return experts
     own = layer.named_parameters()
     return [parameter for name, parameter in own if name.partition(".")[0] not in ("router", "shared")]

@@ -15,7 +15,7 @@ from torch.func import functional_call
 EXPERT_INITS = ("same", "independent")
 
 
-class Stacked(nn.Module):
+class StackedParameters(nn.Module):
     """Holds parameters stacked over E experts; loads a dense tensor as E copies of it."""
 
     def __init__(self, num_experts: int):
@@ -40,7 +40,15 @@ class Stacked(nn.Module):
         return ", ".join(f"{name}={tuple(parameter.shape)}" for name, parameter in self.named_parameters())
 
 
-class Experts(Stacked):
+class Stacked(StackedParameters):
+    """What a module inside the dense network, such as a linear layer, becomes."""
+
+    def forward(self, name: str) -> Tensor:
+        """The stacked parameter of this name, as it is during the call: within, PEFT adds its adapters to it."""
+        return getattr(self, name)
+
+
+class Experts(StackedParameters):
     """E copies of a feed-forward network, stacked along a new first dimension.
 
     Parameters keep the names they have in the dense network: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight``
@@ -99,6 +107,20 @@ class Experts(Stacked):
         # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
+    def expert_weights(self) -> list[tuple[str, Tensor]]:
+        """What the experts compute with, (E, ...): the stacked parameters, with the adapters that PEFT put on them."""
+        return [(name, self._weight(name)) for name, _ in self._ffn.named_parameters()]
+
+    def _weight(self, name: str) -> Tensor:
+        path, _, own_name = name.rpartition(".")
+        module = attrgetter(path)(self) if path else self
+        return module(own_name) if _has_adapters(module) else getattr(module, own_name)
+
+    def adapted(self) -> list[str]:
+        """Names, as in the dense network, of the modules that have adapters of PEFT."""
+        paths = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._ffn.named_parameters())
+        return [path for path in paths if path and _has_adapters(attrgetter(path)(self))]
+
     @cached_property
     def stacked_shapes(self) -> dict[str, torch.Size]:
         """Shapes (E, ...) that the stacked parameters have as long as no wrapper holds them otherwise."""
@@ -106,8 +128,20 @@ class Experts(Stacked):
         return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
 
     def networks(self) -> dict[str, Tensor]:
-        """The weights of all networks of the layer, stacked, without a graph."""
+        """The weights of all networks of the layer, stacked, without a graph.
+
+        Raises:
+            ValueError: if they have adapters that are not merged.
+        """
+        self._require_merged(self.adapted())
         return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
+
+    def _require_merged(self, adapted: list[str]) -> None:
+        if adapted:
+            raise ValueError(
+                f"{adapted[0]} of the experts in {getattr(self, 'path', '') or 'an expert layer'} has adapters, which "
+                "would be left out: merge first, model = model.merge_and_unload()."
+            )
 
     def run(self, x_ND: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Apply expert e to the e-th run of rows.
@@ -123,8 +157,7 @@ class Experts(Stacked):
         with_graph = torch.is_grad_enabled() or torch.jit.is_tracing()  # torch checks a trace by one without gradients
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
         per_expert = {
-            name: _autocast(stacked).unbind(0) if with_graph else stacked
-            for name, stacked in self.named_expert_parameters()
+            name: _autocast(stacked).unbind(0) if with_graph else stacked for name, stacked in self.expert_weights()
         }
         all_take_part = with_graph or not any(sizes)
         return [
@@ -135,7 +168,7 @@ class Experts(Stacked):
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
-        mean = {name: mean_over_experts(stacked) for name, stacked in self.named_expert_parameters()}
+        mean = {name: mean_over_experts(stacked) for name, stacked in self.expert_weights()}
         return _call(self._ffn, mean, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
@@ -176,6 +209,11 @@ class Experts(Stacked):
 
     def extra_repr(self) -> str:
         return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether it is a wrapper of PEFT's; its class is asked, since FSDP1's hand on what they are asked."""
+    return hasattr(type(module), "active_adapter")
 
 
 def _autocast(stacked: Tensor) -> Tensor:

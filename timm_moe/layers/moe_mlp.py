@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
+from .records import RecordingRouter
 from .router import Router
 from .routing import RandomPartition
 from .scripting import ScriptableMlp, ScriptableMoeMlp, replacing
@@ -104,25 +105,39 @@ class MoeMlp(Experts):
 
         Raises:
             RuntimeError: in an export to ONNX.
+            ValueError: if something wraps a router that has losses.
         """
         if torch.onnx.is_in_onnx_export():
             raise RuntimeError(
                 "Routed experts cannot be exported to ONNX, whose exporters do not translate the stable sort by which "
                 "they queue: export the dense network that timm-moe export makes of them."
             )
+        self._require_own_router()
         if routing is None:
             routing = self.router(x)
         x_ND = dispatch(x.reshape(-1, x.shape[-1]), routing)
         y_TD = combine(self.run(x_ND, routing.sizes), routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
+    def _require_own_router(self) -> None:
+        """Its losses are asked of the router itself, so whatever stands around it would leave them out."""
+        if isinstance(self.router, Router):
+            return
+        if any(isinstance(module, RecordingRouter) for module in self.router.modules()):
+            raise ValueError(
+                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
+                "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
+            )
+
     def __prepare_scriptable__(self) -> nn.Module:
         """What torch.jit.script compiles in the place of this layer, for eval mode only; it shares the weights.
 
         Raises:
             RuntimeError: if TorchScript cannot choose as the router does.
+            ValueError: if the experts have adapters that are not merged.
         """
         choice = self.routed_by.scriptable_choice()
+        self._require_merged(self.adapted())
         weights = dict(self.named_expert_parameters())
         scriptable = ScriptableMoeMlp(
             [
@@ -192,6 +207,9 @@ class SharedExpertMlp(MoeMlp):
     def networks(self) -> dict[str, Tensor]:
         """Those of the routed experts, then the shared one."""
         shared = dict(self.shared.named_parameters())
+        self._require_merged(
+            [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
+        )
         return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in super().networks().items()}
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
