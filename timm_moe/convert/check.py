@@ -88,8 +88,8 @@ def _mixing(network: nn.Module) -> str | None:
         if not _equal(probe(x), y):
             return "its outputs are random in eval mode"
         order = torch.tensor([2, 0, 3, 1], device=x.device)
-        alone = torch.cat([probe(row) for row in x.split(1)])
-        if not (_equal(probe(x[order]), y[order]) and _equal(alone, y)):
+        parts = torch.cat([probe(part) for part in x.split(2)])
+        if not (_equal(probe(x[order]), y[order]) and _equal(parts, y)):
             return "it mixes rows: what it makes of one depends on the others"
         if not _equal(probe(x.view(2, 2, width)), y.view(2, 2, -1)):
             return "it mixes rows: what it makes of them depends on their shape"

@@ -1,0 +1,147 @@
+"""Hugging Face's Trainer: ``Trainer(callbacks=[ExpertCallback()])`` trains experts as timm's train.py does.
+
+A callback of transformers sees neither the loss before the backward pass nor a log before it is sent. ``compute_loss``
+and ``log`` of ``Trainer`` are therefore wrapped as this module is imported; a Trainer without an
+:class:`ExpertCallback` does what it did.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..callbacks.averaging import ExpertWeightAveraging
+from ..callbacks.loop import add_router_losses, expert_statistics, start_averaging
+
+try:
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError as error:
+    raise ImportError(
+        "timm_moe.integrations.transformers needs transformers and accelerate: pip install 'timm_moe[transformers]'."
+    ) from error
+
+
+class ExpertCallback(TrainerCallback):
+    """Averages the experts after every optimizer step, and brings the routers' losses to the loss and to the log.
+
+    The experts are averaged at the rate and by the schedule that their layers were created with, over the steps of the
+    run. A resumed run goes on where it was. The losses of routers are in the loss with their weights, however it is
+    computed: by the model, by label smoothing or by ``compute_loss_func``, and with gradient accumulation. What each
+    router did since the last log is in ``Trainer.log``, and so in every place that it reports to.
+
+    A subclass of Trainer with a ``compute_loss`` of its own that does not call Trainer's adds
+    :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an error.
+
+    Raises:
+        ValueError: as :func:`timm_moe.callbacks.start_averaging`, when training begins.
+    """
+
+    def __init__(self) -> None:
+        self.averaging: ExpertWeightAveraging | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if isinstance(kwargs["model"], PreTrainedModel):
+            kwargs["model"].register_load_state_dict_pre_hook(_take_saved_names)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._stop()  # a run before this one may have failed
+        self.averaging = start_averaging(kwargs["model"], kwargs["optimizer"], state.max_steps, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self.averaging is not None:
+            self.averaging.remove()
+        self.averaging = None
+
+
+def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
+    """Load what ``save_pretrained`` wrote of a model with experts into one that was converted by the same options.
+
+    ``from_pretrained`` knows the dense architecture alone, so it refuses such a folder: make the model from its config,
+    convert it, then call this.
+
+    Args:
+        model: with expert layers.
+        folder: holds ``model.safetensors``, or several of its parts.
+
+    Raises:
+        FileNotFoundError: if the folder holds no safetensors file.
+        RuntimeError: if names or shapes are not those of the model.
+    """
+    files = sorted(Path(folder).glob("model*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no model.safetensors.")
+    state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    _take_saved_names(model, state_dict)
+    model.load_state_dict(state_dict)
+
+
+def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> None:
+    """Rename what ``save_pretrained`` wrote to the names of the model.
+
+    It writes some architectures, as ViT, by the names of earlier versions. ``from_pretrained`` knows them, but the
+    resumption of a Trainer does not: it loads what has the same name, and only warns of the rest.
+    """
+    own = model.state_dict()
+    names = {id(tensor): name for name, tensor in own.items()}
+    for saved, tensor in revert_weight_conversion(model, own).items():
+        name = names.get(id(tensor))
+        if name is not None and name != saved and saved in state_dict:
+            state_dict[name] = state_dict.pop(saved)
+
+
+def _callback(trainer: Trainer) -> ExpertCallback | None:
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, ExpertCallback)), None)
+
+
+def _with_router_losses(compute_loss: Any) -> Any:
+    @functools.wraps(compute_loss)
+    def compute_and_add(
+        self: Trainer,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        result = compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        if _callback(self) is None:
+            return result
+        loss, *outputs = result if return_outputs else (result,)
+        scale = 1 / self.current_gradient_accumulation_steps if _is_scaled(self, num_items_in_batch) else 1.0
+        loss = add_router_losses(model, loss, scale)
+        return (loss, *outputs) if return_outputs else loss
+
+    return compute_and_add
+
+
+def _is_scaled(trainer: Trainer, num_items_in_batch: Tensor | int | None) -> bool:
+    """Whether the loss is a part of that of all accumulated batches, which Trainer does not divide by their number."""
+    if trainer.loss_is_scaled_for_ga is not None:
+        return trainer.loss_is_scaled_for_ga
+    by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+    return by_model or trainer.compute_loss_func is not None
+
+
+def _with_statistics(log: Any) -> Any:
+    @functools.wraps(log)
+    def add_and_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        callback = _callback(self)
+        if callback is not None and "loss" in logs:  # of training
+            logs.update(expert_statistics(self.model, callback.averaging))
+        log(self, logs, *args, **kwargs)
+
+    return add_and_log
+
+
+Trainer.compute_loss = _with_router_losses(Trainer.compute_loss)  # type: ignore[method-assign]
+Trainer.log = _with_statistics(Trainer.log)  # type: ignore[method-assign]
