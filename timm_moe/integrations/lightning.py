@@ -1,6 +1,7 @@
 """Lightning: one callback brings a LightningModule's expert layers what they need in training.
 
-``lightning.Trainer(callbacks=[ExpertCallback()])``, or ``pytorch_lightning.Trainer`` where ``lightning`` is installed too.
+``lightning.Trainer(callbacks=[ExpertCallback()])``. A ``pytorch_lightning.Trainer`` takes it, too, if ``lightning`` is
+installed beside it.
 """
 
 import functools
@@ -21,9 +22,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities import rank_zero_warn
 except ModuleNotFoundError as error:
-    raise ImportError(
-        f"timm_moe.integrations.lightning needs {error.name}: pip install 'timm_moe[lightning]'."
-    ) from error
+    raise ImportError("timm_moe.integrations.lightning needs lightning: pip install 'timm_moe[lightning]'.") from error
 
 __all__ = ["ExpertCallback"]
 
@@ -42,8 +41,8 @@ class ExpertCallback(Callback):
       the partitions of its tokens, dropout and the order of its data as if it had not been interrupted.
 
     Raises:
-        ValueError: at the start of training, if the number of optimizer steps is unknown: without ``max_steps`` and
-            ``max_epochs``, or with Lightning's ``GradientAccumulationScheduler``; and as :class:`ExpertWeightAveraging`.
+        ValueError: at the start of training, if the number of optimizer steps is unknown, as without an end or
+            with Lightning's ``GradientAccumulationScheduler``; and as :class:`ExpertWeightAveraging`.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,70 @@
+"""Experts in a loop of Accelerate's, on scikit-learn's digits:
+
+accelerate launch examples/accelerate_loop.py [EPOCHS [MODEL]]
+
+MODEL is vit_tiny_ewa_moe, or one with routers as vmoe_s32. Each epoch is saved as a folder of run/, from the last of
+which the next call goes on; the export lies beside them.
+"""
+
+import sys
+from pathlib import Path
+
+import timm
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from timm_moe.callbacks import add_router_losses, expert_statistics, export_dense, export_moe, start_averaging
+from timm_moe.demo import load_images
+
+SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+
+
+def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
+    set_seed(0)  # the same weights and the same order of images in all processes
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
+    train_set, (test_images, test_labels) = load_images()
+    model = timm.create_model(name, drop_rate=0.1, **SIZE)
+    loader = accelerator.prepare(DataLoader(TensorDataset(*train_set), 32, shuffle=True))
+    total_updates = epochs * -(-len(loader) // accelerator.gradient_accumulation_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    # Accelerate steps the scheduler once for each process.
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates * accelerator.num_processes)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    # Experts need the three lines with a comment of their own.
+    averaging = start_averaging(model, optimizer, total_updates)  # before load_state, which brings its count back
+    set_seed(1, device_specific=True)  # partitions of its own in each process
+    saved = sorted(Path("run").glob("epoch_*"), key=lambda folder: int(folder.name.removeprefix("epoch_")))
+    if saved:
+        accelerator.load_state(str(saved[-1]))
+    for epoch in range(len(saved), epochs):
+        model.train()
+        loader.set_epoch(epoch)
+        for images, labels in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(images), labels)
+                accelerator.backward(add_router_losses(model, loss))  # of each accumulated batch
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        model.eval()
+        with torch.inference_mode():
+            outputs = accelerator.unwrap_model(model)(test_images.to(accelerator.device))
+        accuracy = (outputs.argmax(1).cpu() == test_labels).float().mean().item()
+        accelerator.print(f"epoch {epoch + 1}: top-1 {100 * accuracy:.1f} %")
+        accelerator.print(expert_statistics(model, averaging))  # for a log
+        accelerator.save_state(f"run/epoch_{epoch + 1}")
+
+    if accelerator.is_main_process:
+        export = export_dense if "ewa" in name else export_moe
+        print(export(accelerator.unwrap_model(model), "run/exported", overwrite=True))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

@@ -1,0 +1,47 @@
+"""Experts under Lightning, on scikit-learn's digits: python examples/lightning_fit.py [EPOCHS]"""
+
+import sys
+
+import lightning
+import timm
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import timm_moe
+from timm_moe.demo import load_images
+from timm_moe.integrations.lightning import ExpertCallback
+
+SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = timm.create_model("vit_tiny_ewa_moe", share_rate=0.3, **SIZE)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.model(images), labels)
+
+    def validation_step(self, batch, batch_idx):  # of the mean of the experts, which is what is exported
+        images, labels = batch
+        self.log("top-1", (self.model(images).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=2e-3, weight_decay=0.05)
+
+
+def main(epochs: int = 10) -> None:
+    lightning.seed_everything(0)
+    train_set, test_set = (TensorDataset(*split) for split in load_images())
+    module = Classifier()
+    # The one addition that experts need: the callback.
+    trainer = lightning.Trainer(max_epochs=epochs, callbacks=[ExpertCallback()], logger=False)
+    trainer.fit(module, DataLoader(train_set, 64, shuffle=True), DataLoader(test_set, 250))
+    print({name: round(value.item(), 3) for name, value in trainer.callback_metrics.items()})
+    print(timm_moe.export_dense(module.model, "exported", overwrite=True))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
