@@ -1,20 +1,16 @@
-"""After training: the dense model as safetensors, in the layout that timm and the Hub read."""
+"""After training: the dense model as safetensors, in the layout that its own library and the Hub read."""
 
 import copy
-import json
+import dataclasses
 import logging
-import pickle
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from safetensors import SafetensorError, safe_open
-from timm.models import save_for_hf
+from safetensors import SafetensorError
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -26,11 +22,21 @@ from ..files import check_model_folder, publish, staged
 from ..info import is_registered_here, parameters
 from ..layers import EwaMlp
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
+from .formats import (
+    FILES,
+    Format,
+    StateDictFormat,
+    TimmFormat,
+    TransformersFormat,
+    equal_with_nan,
+    is_of_timm,
+    is_of_transformers,
+    load_exactly,
+    timm_model_in,
+)
 
 _logger = logging.getLogger(__name__)
 
-#: What a model is made of; without its config.json the weights mean nothing.
-_FILES = ("model.safetensors", "config.json")
 #: Largest difference of an output, relative to the largest output, that the check of an export lets pass.
 TOLERANCE = 1e-4
 
@@ -41,20 +47,22 @@ class Export:
 
     Attributes:
         path: folder with ``model.safetensors`` and ``config.json``.
-        architecture: registered name of the stock model.
+        architecture: registered name of the stock model, or class of a model that timm did not make.
         parameters: number of its parameters.
-        largest_difference: largest absolute difference between an output of the source model and of the stock model
-            that timm loaded from the folder, on random images. Where no dense model computes what the source does, the
-            one that was made of it stands in its place.
+        largest_difference: largest absolute difference between an output of the source model and of the dense model
+            that was loaded from the folder, on random images or the caller's inputs. Where no dense model computes what
+            the source does, the one that was made of it stands in its place. None if there was nothing to compare.
         exact: whether the source computes what the dense model does in eval mode: the mean of EWA's experts does,
             anything else does not.
+        library: what loads it: ``"timm"``, ``"transformers"`` or ``"pytorch"``.
     """
 
     path: Path
     architecture: str
     parameters: int
-    largest_difference: float
+    largest_difference: float | None
     exact: bool
+    library: str = "timm"
 
 
 def export_dense(
@@ -71,15 +79,21 @@ def export_dense(
     label_names: Sequence[str] | None = None,
     label_descriptions: Mapping[str, str] | None = None,
     license: str | None = None,
+    example_inputs: Any = None,
 ) -> Export:
     """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
 
     ``AutoModelForImageClassification.from_pretrained("DIR")`` of Hugging Face transformers loads it too.
 
+    A model of transformers itself is written by its own ``save_pretrained`` for its own ``from_pretrained("DIR")``; its
+    image processor is no part of it. Of transformers' wrappers of timm's models the inner model is written, as above.
+    Any other module, torchvision's for instance, is written as a state dict, for
+    ``model.load_state_dict(safetensors.torch.load_file("DIR/model.safetensors"))``; config.json names its class.
+
     A model without expert layers, as a student after its training, is written as it is. (What timm has no model for, as
-    WideNet's or shifted patches, becomes a dense model of this package.) What was written is loaded
-    again with stock timm and compared with the source on random images before the folder appears under its name; if
-    anything fails before, nothing is left behind.
+    WideNet's or shifted patches, becomes a dense model of this package.) What was written is loaded again, by stock
+    timm or as said above, and compared with the source before the folder appears under its name; if anything fails
+    before, nothing is left behind.
 
     Args:
         source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
@@ -87,50 +101,59 @@ def export_dense(
         output_dir: folder to write; missing parents are made.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: likewise.
-        spec: model to create for a file that does not name it.
+        spec: model to create for a file that does not name it, or its preprocessing; for models of timm.
         model_args: arguments that ``timm.create_model`` needs for the stock model, where the source does not tell them
             (a model converted in memory, under a timm that does not record them).
         use_ema: export the EMA weights of a train.py checkpoint.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: export weights that contain NaN or Inf.
         label_names: names of the classes, in order; by default those that the source's config states.
-        label_descriptions: of classes, by name; likewise.
+        label_descriptions: of classes, by name; likewise. Models of timm alone have them, and a state dict has no names
+            of classes either.
         license: for config.json; by default that of the pretrained weights that training began from, if known, or what
             the config of a folder or repository states.
+        example_inputs: what the model is called with for the comparison: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. By default two random images of the size that the model states. Needed for a model of
+            transformers that states none; without them and a size, another module's outputs are not compared.
 
     Raises:
         ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has a layer that no
-            stock model has, another number of classes than names are given, its weights or outputs are not finite, or
-            the stock model does not give the source's outputs.
+            stock model has, another number of classes than names are given, its weights or outputs are not finite, the
+            stock model does not give the source's outputs, or an argument has no meaning for such a model.
         OSError: if the folder is in use or cannot be written.
     """
     target, model = _open(source, output_dir, spec, use_ema, overwrite)
     _require_finite(model, allow_nonfinite)
     exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
-    if not hasattr(model, "pretrained_cfg"):
-        raise ValueError(f"This {type(model).__name__} was not made by timm.create_model, so timm could not load it.")
-    labels = stated_labels(model, label_names, label_descriptions)
+    if is_of_timm(model):
+        labels = stated_labels(model, label_names, label_descriptions)
+    else:
+        _refuse(model, model_args=model_args, label_descriptions=label_descriptions)
     history = find_history(source, model, use_ema)
     if moe_layers(model):
-        history = replace(history, experts=Experts.of(model), method=method)
+        history = replace(history, experts=_experts(model), method=method)
     if isinstance(source, nn.Module):
         model = copy_sharing_tensors(model)  # it becomes dense below, the caller's does not
-    _describe(model, license or _license(source, model, history))
-    images = _random_images(model)
-    expected = _outputs(model, images) if exact else None
+    if is_of_timm(model):
+        _describe(model, license or _license(source, model, history))
+        layout: Format = TimmFormat(model_args, {**labels, ENTRY: history.to_config()})
+    else:
+        layout = _foreign_format(model, label_names, license, history)
+    inputs = _inputs(model, layout, example_inputs)
+    expected = _source_outputs(model, inputs) if exact else None
     if moe_layers(model) or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
         to_dense_(model, method, svd_ratio)
     if expected is None:
-        expected = _outputs(model, images)
+        expected = _source_outputs(model, inputs)
     _require_finite_outputs(expected, allow_nonfinite)
     with _staging_folder(target, overwrite) as folder:
-        _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
+        _write(model, layout, folder, target)
         del model  # for little memory: not alive beside what is loaded, unless the caller holds it
-        stock = load_exactly(folder, "Stock timm")
-        difference = _largest_difference(expected, _outputs(stock.to(images.device, images.dtype), images))
-        publish(folder, target, _FILES)
-    return Export(target, get_pretrained_cfg(stock)["architecture"], parameters(stock), difference, exact)
+        dense = layout.read(folder)
+        difference = _compare(expected, dense, inputs)
+        publish(folder, target, _names(folder))
+    return Export(target, layout.architecture(dense), parameters(dense), difference, exact, layout.library)
 
 
 def export_moe(
@@ -174,7 +197,12 @@ def export_moe(
     model = copy.copy(model)  # its config changes below, the caller's does not
     if not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not hasattr(model, "pretrained_cfg") or not is_registered_here(get_pretrained_cfg(model)["architecture"]):
+    if not is_of_timm(model):
+        raise ValueError(
+            f"This {type(model).__name__} was not made by timm.create_model, so nothing could create it with its "
+            "experts by a name: save its state_dict(), and load that into a model that was converted alike."
+        )
+    if not is_registered_here(get_pretrained_cfg(model)["architecture"]):
         raise ValueError(
             f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
             "registered model of timm_moe and load the weights into it."
@@ -183,14 +211,14 @@ def export_moe(
     labels = stated_labels(model, label_names, label_descriptions)
     history = find_history(source, model, use_ema)
     _describe(model, license or _license(source, model, history))
-    images = _random_images(model)
-    expected = _outputs(model, images)
+    layout = TimmFormat(model_args, {**labels, ENTRY: history.to_config()})
+    inputs = _inputs(model, layout, None)
+    expected = _outputs(model, inputs)
     _require_finite_outputs(expected, allow_nonfinite)
     with _staging_folder(target, overwrite) as folder:
-        _save(model, folder, target, model_args, {**labels, ENTRY: history.to_config()})
-        loaded = load_exactly(folder, "timm with timm_moe")
-        _largest_difference(expected, _outputs(loaded.to(images.device, images.dtype), images))
-        publish(folder, target, _FILES)
+        _write(model, layout, folder, target)
+        _compare(expected, load_exactly(folder, "timm with timm_moe"), inputs)
+        publish(folder, target, FILES)
     return target
 
 
@@ -201,7 +229,7 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     target = Path(output_dir)
     if target.is_dir():
         target = target.resolve() if target.is_symlink() or not target.name else target
-    check_model_folder(target, _FILES, overwrite)
+    check_model_folder(target, FILES, overwrite)
     return target
 
 
@@ -210,21 +238,68 @@ def _open(
 ) -> tuple[Path, nn.Module]:
     """Where to write and what: the folder, once it can be used, and the model of the source without wrappers."""
     target = check_target(output_dir, overwrite)
-    if not isinstance(source, nn.Module):
+    if isinstance(source, nn.Module):
+        source = timm_model_in(unwrap_model(source))
+        if not is_of_timm(source):
+            _refuse(source, spec=None if spec == ModelSpec() else spec, use_ema=use_ema or None)
+    else:
         _logger.info("Loading %s ...", source)
     return target, unwrap_model(load_source(source, spec, use_ema))
 
 
+def _refuse(model: nn.Module, **given: Any) -> None:
+    """Raise ValueError if an argument is given that has no meaning for a model."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
+
+
+def _foreign_format(
+    model: nn.Module, label_names: Sequence[str] | None, license: str | None, history: History
+) -> TransformersFormat | StateDictFormat:
+    """The format of a model, which is the exporter's own copy, that timm did not make.
+
+    Raises:
+        ValueError: if it has PEFT's adapters, or the names are not those of its classes.
+    """
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            f"This {type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns."
+        )
+    entries: dict[str, Any] = {"license": license} if license else {}
+    if not is_of_transformers(model):
+        _refuse(model, label_names=label_names)
+        return StateDictFormat({**entries, ENTRY: history.to_config()})
+    config: Any = model.config
+    if label_names is not None:
+        names = _checked_labels(config.num_labels, label_names, None)["label_names"]
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+    recorded = getattr(config, ENTRY, {})  # of a model that was exported before
+    return TransformersFormat({**entries, ENTRY: history.to_config() or recorded})
+
+
+def _experts(model: nn.Module) -> Experts:
+    """What a model's experts are, whether timm made it or not."""
+    if not is_of_timm(model):
+        model = copy.copy(model)
+        set_pretrained_cfg(model, {})
+    return Experts.of(model)
+
+
 def _require_finite(model: nn.Module, allow_nonfinite: bool) -> None:
     for name, tensor in () if allow_nonfinite else model.state_dict().items():
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # a third of the time of isfinite
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            continue
+        extremes = torch.stack(tensor.aminmax()) if tensor.is_floating_point() else tensor  # a third of the time
+        if not extremes.isfinite().all():
             raise ValueError(
                 f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
             )
 
 
-def _require_finite_outputs(outputs: Tensor, allow_nonfinite: bool) -> None:
-    if not allow_nonfinite and not outputs.isfinite().all():
+def _require_finite_outputs(outputs: Any, allow_nonfinite: bool) -> None:
+    if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in _tensors(outputs)):
         raise ValueError(
             "The model's weights are finite, but its outputs on random images hold NaN or Inf; pass --allow-nonfinite "
             "(allow_nonfinite=True) to export it all the same."
@@ -237,7 +312,7 @@ def stated_labels(
     """The entries of config.json that name the classes: as stated, else as the model's own config has them."""
     cfg = get_pretrained_cfg(model)
     if label_names is not None:
-        return _checked_labels(model, label_names, label_descriptions)
+        return _checked_labels(model.num_classes, label_names, label_descriptions)
     if label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
     names = cfg.get("label_names")
@@ -246,19 +321,19 @@ def stated_labels(
     if isinstance(names, dict):  # by number
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
     try:
-        return _checked_labels(model, names, cfg.get("label_descriptions"))
+        return _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
 
 
 def _checked_labels(
-    model: nn.Module, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None
+    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """The entries of config.json for these names; raises ValueError if they are not those of the model's classes."""
+    """The entries of config.json for these names; raises ValueError if they are not those of so many classes."""
     names = [label_names] if isinstance(label_names, str) else list(label_names)
-    if len(names) != model.num_classes:
-        raise ValueError(f"There are {len(names)} names of classes, but the model has {model.num_classes} classes.")
+    if len(names) != num_classes:
+        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
     for name in names:
         if not isinstance(name, str) or not name:
             raise ValueError(f"The name of a class must be a text, got {name!r}.")
@@ -296,107 +371,132 @@ def _staging_folder(target: Path, overwrite: bool) -> Iterator[Path]:
         yield folder
 
 
-def _save(
-    model: nn.Module, folder: Path, target: Path, model_args: dict[str, Any] | None, entries: dict[str, Any]
-) -> None:
-    """Write weights and config.json, with these entries beside those that timm makes."""
-    args = {**_recorded_args(model), **(model_args or {})}
-    handle = model.register_state_dict_post_hook(_copy_repeated)
+def _write(model: nn.Module, layout: Format, folder: Path, target: Path) -> None:
+    """Write a model's files; raises OSError, which names the target, if they cannot be written."""
     try:
-        save_for_hf(model, str(folder), model_config=entries, model_args=args, safe_serialization=True)
-        config = json.loads((folder / "config.json").read_text())
-        state_classes_once(config)
-        (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
-        # safetensors closes its files to other users; config.json has the mode that the user's umask asks for
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")
+        layout.write(model, folder)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{target} could not be written: {error}") from error
-    except (TypeError, ValueError) as error:  # json
-        raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
-    finally:
-        handle.remove()
 
 
-def state_classes_once(config: dict[str, Any]) -> None:
-    """Move the number of classes from the arguments in a config.json to where timm looks if these are silent.
-
-    transformers hands on both, and fails on the second.
-    """
-    args = config.get("model_args") or {}
-    if "num_classes" in args:
-        config["num_classes"] = args.pop("num_classes")
+def _names(folder: Path) -> list[str]:
+    """Of all files that make a model, config.json last."""
+    return [*sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
 
 
-def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Give what stands under several names, as in CoaT, under each a copy of its own: safetensors takes no other."""
-    seen: set[int] = set()
-    for name, tensor in state_dict.items():
-        if tensor.data_ptr() in seen:
-            state_dict[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
+def _inputs(model: nn.Module, layout: Format, example_inputs: Any) -> Any:
+    """What the model is called with, on its device and of its type: the caller's, or two images, always the same.
 
-
-def _recorded_args(model: nn.Module) -> dict[str, Any]:
-    """What timm, or this package for an older timm, noted down of a model's creation."""
-    if hasattr(timm.models, "get_model_args"):  # it knows, too, what has changed since
-        return timm.models.get_model_args(model)
-    return {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
-
-
-def load_exactly(folder: Path, loader: str) -> nn.Module:
-    """The model that timm makes of a folder, in eval mode, with the tensors of its file bit for bit.
+    None, with a warning, if nothing says what the model takes.
 
     Raises:
-        ValueError: if it cannot be loaded, or timm had to change a tensor for it to fit; ``loader`` says who cannot.
-        RuntimeError: if this version of timm cannot read the file.
+        ValueError: if a model of transformers does not say, or the caller's hold no tensor.
     """
-    model = _load(folder, loader)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        saved = set(file.keys())
-        for name, tensor in model.state_dict().items():
-            if name not in saved or not _equal_with_nan(tensor, file.get_tensor(name).to(tensor.dtype)):
-                raise ValueError(
-                    f"{loader} does not load {name} as it was saved; if the model was changed after its creation (by "
-                    "set_input_size, say), state what it is now in model_args."
-                )
-    return model
-
-
-def _load(folder: Path, loader: str) -> nn.Module:
-    try:
-        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
-        raise RuntimeError(
-            f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
-            "timm 1.0.26 and later can."
-        ) from error
-    except Exception as error:
+    shape = layout.image_shape(model) if example_inputs is None else None
+    if shape is not None:
+        example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    elif example_inputs is None and layout.library == "transformers":
         raise ValueError(
-            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
-            f"them in model_args. timm says: {first_problem(error)}"
+            f"The config of this {type(model).__name__} does not say which images the model takes: pass "
+            "example_inputs, as {'pixel_values': torch.randn(2, 3, 224, 224)}."
+        )
+    elif example_inputs is None:
+        _logger.warning(
+            f"This {type(model).__name__} does not say which images it takes, so its outputs are not compared: pass "
+            "example_inputs."
+        )
+        return None
+    like = next(model.parameters(), torch.empty(0))
+    inputs = _map(
+        example_inputs, lambda tensor: tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
+    )
+    if not _tensors(inputs):
+        raise ValueError(
+            "example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict of them by name."
+        )
+    return inputs
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts with other tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map(part, function) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_map(part, function) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
+    found: list[Tensor] = []
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        value = vars(value)
+    _map(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _moved(model: nn.Module, inputs: Any) -> nn.Module:
+    """The model itself, on the device of its inputs and of their type."""
+    tensors = _tensors(inputs)
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    return model.to(device=tensors[0].device, dtype=dtype)
+
+
+def _source_outputs(model: nn.Module, inputs: Any) -> Any:
+    """As :func:`_outputs`, None without inputs; raises ValueError if a model that timm did not make does not run."""
+    if inputs is None:
+        return None
+    try:
+        return _outputs(model, inputs)
+    except Exception as error:
+        if is_of_timm(model):
+            raise
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(inputs))
+        raise ValueError(
+            f"This {type(model).__name__} does not run on inputs of shape {shapes}; pass example_inputs that it takes. "
+            f"It says: {first_problem(error)}"
         ) from error
-
-
-def _random_images(model: nn.Module) -> Tensor:
-    """Two images on the model's device, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, *get_pretrained_cfg(model)["input_size"], generator=generator)
-    return images.to(next(model.parameters()))
 
 
 @torch.inference_mode()
-def _outputs(model: nn.Module, images: Tensor) -> Tensor:
-    if any(tensor.dtype != images.dtype or tensor.device != images.device for tensor in model.parameters()):
-        model = copy.deepcopy(model).to(images.device, images.dtype)  # the caller's stays what it is
-    with torch.random.fork_rng([images.device] if images.is_cuda else []), _as_deployed(model):
-        torch.manual_seed(0)  # some routers draw noise in eval mode too
-        return model(images)
+def _outputs(model: nn.Module, inputs: Any) -> Any:
+    first = _tensors(inputs)[0]
+    kinds = {(tensor.device, tensor.dtype) for tensor in model.parameters()}
+    if kinds != {(first.device, first.dtype)}:
+        model = _moved(copy.deepcopy(model), inputs)  # the caller's stays what it is
+    with torch.random.fork_rng([first.device] if first.is_cuda else []), _as_deployed(model):
+        torch.manual_seed(0)  # some routers draw noise in eval mode too, and some models a mask
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
+    """Largest difference of a loaded model's outputs from those expected; None if there is nothing to compare.
+
+    Raises:
+        ValueError: if it is too large, or the outputs are others in kind.
+    """
+    if inputs is None:
+        return None
+    if not _tensors(expected):
+        _logger.warning("The model's outputs hold no tensors, so they are not compared.")
+        return None
+    outputs = _tensors(expected), _tensors(_outputs(_moved(loaded, inputs), inputs))
+    if [tensor.shape for tensor in outputs[0]] != [tensor.shape for tensor in outputs[1]]:
+        raise ValueError("The exported model's outputs are not as many as the source's, or of other shapes.")
+    return max(map(_largest_difference, *outputs))
 
 
 def _largest_difference(expected: Tensor, actual: Tensor) -> float:
     """Of outputs; raises ValueError if it is too large."""
-    if _equal_with_nan(expected, actual):
+    if equal_with_nan(expected, actual):
         return 0.0
+    if not expected.is_floating_point():
+        expected, actual = expected.double(), actual.double()
     difference = (expected - actual).abs().max().item()
     if not difference <= TOLERANCE * expected.abs().max().item():
         raise ValueError(
@@ -420,7 +520,3 @@ def _as_deployed(model: nn.Module) -> Iterator[None]:
             module.train(training)
         for layer, eval_mode in eval_modes:
             layer.eval_mode = eval_mode
-
-
-def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

@@ -2,14 +2,17 @@
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
 from ..analysis.papers import PUBLICATIONS, Publication
+from ..callbacks.export import Export
 from ..checkpoints.history import METRICS, Experts, History, public
 from ..convert.blocks import moe_layers
 from ..info import activated_parameters, is_registered_here, parameters
@@ -51,19 +54,17 @@ class Statements:
 
 
 @dataclass(frozen=True)
-class Card:
-    """A model card.
+class Card(ABC):
+    """A model card; what differs between libraries stands in the classes below.
 
     Attributes:
         repo_id: ``user/name``.
-        published: the model that is published, loaded from what is uploaded.
         history: where the weights came from.
         statements: what the publisher states.
         revision: to load, if not main.
     """
 
     repo_id: str
-    published: nn.Module
     history: History
     statements: Statements
     revision: str | None = None
@@ -75,17 +76,47 @@ class Card:
         return f"---\n{self._metadata().to_yaml()}\n---\n\n{body}\n"
 
     @property
+    @abstractmethod
+    def _library(self) -> str:
+        """The Hub's name of what loads the model."""
+
+    @property
+    @abstractmethod
+    def _tags(self) -> list[str]:
+        """Beside those of this package."""
+
+    @property
+    @abstractmethod
+    def _task(self) -> str | None:
+        """What the Hub may offer the model for, if it is known."""
+
+    @property
+    @abstractmethod
     def _architecture(self) -> str:
-        return get_pretrained_cfg(self.published)["architecture"]
+        """The library's name of it."""
+
+    @property
+    @abstractmethod
+    def _kind(self) -> str:
+        """One sentence on what the model is."""
+
+    @property
+    @abstractmethod
+    def _sizes(self) -> dict[str, int]:
+        """Numbers of parameters."""
+
+    @abstractmethod
+    def _use(self) -> str:
+        """How it is loaded."""
 
     @property
     def _has_experts(self) -> bool:
-        return bool(moe_layers(self.published))
+        return False
 
     @property
     def _experts(self) -> Experts | None:
         """Those that it has, or was made of."""
-        return Experts.of(self.published) if self._has_experts else self.history.experts
+        return self.history.experts
 
     @property
     def _method(self) -> str | None:
@@ -106,9 +137,9 @@ class Card:
         return self.statements.metrics or found
 
     @property
+    @abstractmethod
     def _license_tag(self) -> str | None:
         """That of config.json: stated, or that of the pretrained weights that training began from."""
-        return get_pretrained_cfg(self.published).get("license")
 
     @property
     def _dataset(self) -> str | None:
@@ -146,9 +177,9 @@ class Card:
             for name, value in self._metrics.items()
         ]
         return ModelCardData(
-            tags=["image-classification", "timm", "timm_moe", *(["mixture-of-experts"] if self._has_experts else [])],
-            pipeline_tag="image-classification" if self.published.num_classes else "image-feature-extraction",
-            library_name="timm",
+            tags=[*self._tags, "timm_moe", *(["mixture-of-experts"] if self._has_experts else [])],
+            pipeline_tag=self._task,
+            library_name=self._library,
             license=self._license_tag,
             base_model=self.history.base,
             datasets=[self._dataset_id] if self._dataset_id else None,
@@ -157,35 +188,18 @@ class Card:
         )
 
     def _model(self) -> str:
-        size = "x".join(str(length) for length in model_input_size(self.published)[1:])
         lines = [
-            f"A `{self._architecture}` for images of {size} pixels and {self.published.num_classes} classes.",
+            self._kind,
             *(["", _of_experts(self._experts, self._method)] if self._experts is not None else []),
         ]
         if self._is_another_function:
             lines.append(
                 "In training the experts themselves were evaluated: this dense model is another function than theirs."
             )
-        rows = {"this model": parameters(self.published)}
-        if self._has_experts:
-            rows["that a token passes through"] = activated_parameters(self.published)
-        elif self._experts is not None:
+        rows = self._sizes
+        if not self._has_experts and self._experts is not None:
             rows["in training, with experts"] = self._experts.parameters
         return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in rows.items()})])
-
-    def _use(self) -> str:
-        name = self.repo_id + (f"@{self.revision}" if self.revision else "")
-        needed = "Plain timm loads it:"
-        if is_registered_here(self._architecture):
-            needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
-        code = [
-            "import timm",
-            "",
-            f'model = timm.create_model("hf-hub:{name}", pretrained=True).eval()',
-            "config = timm.data.resolve_model_data_config(model)",
-            "transform = timm.data.create_transform(**config, is_training=False)",
-        ]
-        return "\n".join(["## Use", "", needed, "", "```python", *code, "```"])
 
     def _training(self) -> str:
         history = self.history
@@ -227,6 +241,166 @@ class Card:
             return ""
         entries = [_bibtex(PUBLICATIONS[name]) for name in papers]
         return "\n".join(["## Citation", "", "```bibtex", *entries, "```"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmCard(Card):
+    """The card of a model of timm's, or of this package's.
+
+    Attributes:
+        published: the model, loaded from what is uploaded.
+    """
+
+    published: nn.Module
+
+    @property
+    def _library(self) -> str:
+        return "timm"
+
+    @property
+    def _tags(self) -> list[str]:
+        return ["image-classification", "timm"]
+
+    @property
+    def _task(self) -> str:
+        return "image-classification" if self.published.num_classes else "image-feature-extraction"
+
+    @property
+    def _architecture(self) -> str:
+        return get_pretrained_cfg(self.published)["architecture"]
+
+    @property
+    def _kind(self) -> str:
+        size = "x".join(str(length) for length in model_input_size(self.published)[1:])
+        return f"A `{self._architecture}` for images of {size} pixels and {self.published.num_classes} classes."
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"this model": parameters(self.published)}
+        if self._has_experts:
+            sizes["that a token passes through"] = activated_parameters(self.published)
+        return sizes
+
+    @property
+    def _has_experts(self) -> bool:
+        return bool(moe_layers(self.published))
+
+    @property
+    def _experts(self) -> Experts | None:
+        return Experts.of(self.published) if self._has_experts else self.history.experts
+
+    @property
+    def _license_tag(self) -> str | None:
+        return get_pretrained_cfg(self.published).get("license")
+
+    def _use(self) -> str:
+        name = self.repo_id + (f"@{self.revision}" if self.revision else "")
+        needed = "Plain timm loads it:"
+        if is_registered_here(self._architecture):
+            needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
+        code = [
+            "import timm",
+            "",
+            f'model = timm.create_model("hf-hub:{name}", pretrained=True).eval()',
+            "config = timm.data.resolve_model_data_config(model)",
+            "transform = timm.data.create_transform(**config, is_training=False)",
+        ]
+        return "\n".join(["## Use", "", needed, "", "```python", *code, "```"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignCard(Card):
+    """The card of a dense model that timm did not make.
+
+    Attributes:
+        export: what :func:`timm_moe.export_dense` said of it.
+        config: its config.json.
+    """
+
+    export: Export
+    config: dict[str, Any]
+
+    @property
+    def _library(self) -> str:
+        return self.export.library
+
+    @property
+    def _architecture(self) -> str:
+        return self.export.architecture
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"this model": self.export.parameters}
+
+    @property
+    def _license_tag(self) -> str | None:
+        return self.config.get("license")
+
+
+class TransformersCard(ForeignCard):
+    """The card of a model that ``from_pretrained`` of its class in Hugging Face transformers loads."""
+
+    @property
+    def _classifies(self) -> bool:
+        return self._architecture.endswith("ForImageClassification")
+
+    @property
+    def _tags(self) -> list[str]:
+        return ["image-classification"] if self._classifies else []
+
+    @property
+    def _task(self) -> str | None:
+        return "image-classification" if self._classifies else None
+
+    @property
+    def _kind(self) -> str:
+        size = self.config.get("image_size")
+        sides = size if isinstance(size, list) else [size, size]
+        told = [f"images of {'x'.join(map(str, sides))} pixels"] if size else []
+        if self._classifies:
+            told.append(f"{len(self.config.get('id2label', 'ab'))} classes")  # two are transformers' default
+        purpose = f" for {' and '.join(told)}" if told else ""
+        return f"A `{self._architecture}` of Hugging Face transformers{purpose}."
+
+    def _use(self) -> str:
+        module, _, name = self._architecture.rpartition(".")
+        needed = f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
+        revision = f', revision="{self.revision}"' if self.revision else ""
+        code = [
+            f"from {module or 'transformers'} import {name}",
+            "",
+            f'model = {name}.from_pretrained("{self.repo_id}"{revision}).eval()',
+        ]
+        images = "An image processor is no part of it: prepare the images as for its training."
+        return "\n".join(["## Use", "", needed, "", "```python", *code, "```", "", images])
+
+
+class StateDictCard(ForeignCard):
+    """The card of the state dict of any other module."""
+
+    @property
+    def _tags(self) -> list[str]:
+        return [] if self.config["library"] == self._library else [self.config["library"]]
+
+    @property
+    def _task(self) -> None:
+        return None
+
+    @property
+    def _kind(self) -> str:
+        return f"The state dict of a `{self._architecture}`."
+
+    def _use(self) -> str:
+        revision = f', revision="{self.revision}"' if self.revision else ""
+        code = [
+            "from huggingface_hub import hf_hub_download",
+            "from safetensors.torch import load_file",
+            "",
+            f'file = hf_hub_download("{self.repo_id}", "model.safetensors"{revision})',
+            "model.load_state_dict(load_file(file))",
+        ]
+        needed = f"Make a `{self._architecture}` with the arguments of its training, `model`, and load the weights:"
+        return "\n".join(["## Use", "", needed, "", "```python", *code, "```"])
 
 
 def _of_experts(experts: Experts, method: str | None) -> str:

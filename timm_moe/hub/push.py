@@ -29,13 +29,14 @@ from huggingface_hub.utils import (
 )
 from torch import nn
 
-from ..callbacks.export import export_dense, export_moe, load_exactly, state_classes_once, stated_labels
+from ..callbacks.export import Export, export_dense, export_moe, stated_labels
+from ..callbacks.formats import load_exactly, state_classes_once
 from ..checkpoints.history import History, recorded_history
 from ..checkpoints.source import ModelSpec, describe, load_source
 from ..convert.blocks import moe_layers
 from ..files import scratch_folder
 from ..version import __version__
-from .model_card import Card, Statements
+from .model_card import Card, StateDictCard, Statements, TimmCard, TransformersCard
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Push:
 
     @property
     def model_name(self) -> str:
-        """What ``timm.create_model`` takes."""
+        """What ``timm.create_model`` takes, if the model is one of timm's."""
         return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
 
 
@@ -119,11 +120,13 @@ def push_dense(
     metrics: dict[str, float] | None = None,
     label_names: Sequence[str] | None = None,
     label_descriptions: Mapping[str, str] | None = None,
+    example_inputs: Any = None,
 ) -> Push:
     """Publish the dense form of an expert model for ``timm.create_model("hf-hub:user/name", pretrained=True)``.
 
     Weights, config.json and a model card go up in one commit, after :func:`timm_moe.export_dense` has checked the
-    model; until then nothing is sent but the question who is logged in. The login is that of huggingface_hub: ``hf auth
+    model; until then nothing is sent but the question who is logged in. Models that timm did not make go up as that
+    function writes them, and their card says what loads them. The login is that of huggingface_hub: ``hf auth
     login``, or ``HF_TOKEN`` in the environment.
 
     Args:
@@ -146,6 +149,7 @@ def push_dense(
             on these weights, if they still are the same function.
         label_names: as for :func:`timm_moe.export_dense`.
         label_descriptions: likewise.
+        example_inputs: likewise.
 
     Raises:
         ValueError: if an argument is wrong, the export fails, or the Hub finds the card faulty.
@@ -164,9 +168,12 @@ def push_dense(
     with scratch_folder("push") as temporary:
         made = temporary / "model"
         options: dict[str, Any] = dict(spec=spec, model_args=model_args, use_ema=use_ema, license=license)
-        if not export_dense(source, made, method, svd_ratio=svd_ratio, **options, **asdict(labels)).exact:
+        options |= dict(svd_ratio=svd_ratio, example_inputs=example_inputs)
+        export = export_dense(source, made, method, **options, **asdict(labels))
+        if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
-        return _publish(made, recorded_history(made), statements, destination, api)
+        card = _card(export, recorded_history(made), statements, destination)
+        return _publish(made, card, destination, api, [file.name for file in made.iterdir()])
 
 
 def push_moe(
@@ -209,7 +216,7 @@ def push_moe(
         made = temporary / "model"
         options: dict[str, Any] = dict(spec=spec, use_ema=use_ema, license=license)
         export_moe(source, made, model_args, **options, **asdict(labels))
-        return _publish(made, recorded_history(made), statements, destination, api)
+        return _publish(made, _timm_card(made, recorded_history(made), statements, destination), destination, api)
 
 
 def push_folder(
@@ -322,7 +329,7 @@ def _publish_folder(
     stated = {} if labels == Labels() else stated_labels(model, labels.label_names, labels.label_descriptions)
     with scratch_folder("push") as temporary:
         made = _with_statements(folder, temporary / "model", statements.license, stated)
-        return _publish(made, recorded_history(folder), statements, destination, api)
+        return _publish(made, _timm_card(made, recorded_history(folder), statements, destination), destination, api)
 
 
 def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
@@ -343,12 +350,28 @@ def _with_statements(folder: Path, made: Path, license: str | None, labels: dict
     return made
 
 
+def _timm_card(folder: Path, history: History, statements: Statements, destination: Destination) -> Card:
+    """Of what is in a folder, once timm has loaded it bit for bit."""
+    model = load_exactly(folder, "timm")
+    return TimmCard(destination.repo_id, history, statements, destination.revision, published=model)
+
+
+def _card(export: Export, history: History, statements: Statements, destination: Destination) -> Card:
+    """Of what was exported, and so is checked already unless timm is to load it from this very folder."""
+    if export.library == "timm":
+        return _timm_card(export.path, history, statements, destination)
+    config = json.loads((export.path / "config.json").read_text(encoding="utf-8"))
+    cards = {"transformers": TransformersCard, "pytorch": StateDictCard}
+    return cards[export.library](
+        destination.repo_id, history, statements, destination.revision, export=export, config=config
+    )
+
+
 def _publish(
-    folder: Path, history: History, statements: Statements, destination: Destination, api: HfApi | None
+    folder: Path, card: Card, destination: Destination, api: HfApi | None, names: Sequence[str] = _FILES
 ) -> Push:
-    """What is in the folder, once timm has loaded it bit for bit, with a card where it has none."""
-    card = Card(destination.repo_id, load_exactly(folder, "timm"), history, statements, destination.revision)
-    files: dict[str, Path | bytes] = {name: folder / name for name in _FILES if (folder / name).is_file()}
+    """The files of these names that the folder holds, with a card where it has none."""
+    files: dict[str, Path | bytes] = {name: folder / name for name in names if (folder / name).is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else str(card)
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
