@@ -198,6 +198,20 @@ def test_manual_optimization_adds_the_losses_itself():
     assert largest_difference(module, reference) == 0.0
 
 
+class SteppingLate(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(loss := loss_of(self, batch))
+        return loss
+
+    def on_train_batch_end(self, *_):
+        self.optimizers().step()
+
+
+def test_a_loss_that_manual_optimization_returns_comes_too_late_for_more():
+    with pytest.raises(RuntimeError, match="were not added to the training loss"):
+        trainer().fit(SteppingLate(*ROUTED), data())
+
+
 def test_manual_optimization_is_averaged_and_told_for_how_many_steps():
     reference, module = Classifier(*EWA).train(), Manual(*EWA)
     plain_loop(reference, 1)
@@ -221,6 +235,31 @@ def test_nothing_is_left_after_fit_or_an_exception():
                 fit.fit(module, data())
         assert "training_step" not in vars(module)
         assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
+
+
+def test_a_search_that_left_training_is_cleared_away():
+    """As one for the batch size does: no hook is called when memory runs out."""
+    callback, module = ExpertCallback(), Classifier(*EWA)
+
+    class Search(lightning.Callback):
+        def on_train_start(self, trainer, pl_module):
+            callback.on_train_start(trainer, pl_module)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            assert pl_module.training_step.__wrapped__ is Classifier.training_step
+
+    fit = trainer(Search(), callback, callback=False)
+    fit.fit(module, data())
+    assert "training_step" not in vars(module)
+    assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
+
+
+def test_a_process_that_failed_saves_alone():
+    callback = ExpertCallback()
+    callback.on_exception(None, None, ArithmeticError())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.is_initialized", lambda: True)
+        assert len(callback.state_dict()["random_states"]) == 1
 
 
 class Copying(lightning.Callback):
