@@ -139,7 +139,43 @@ def test_two_towers_are_not_mixed():
     assert list(timm_moe.moe_layers(model)) == [f"text_model.encoder.layers.{number}.mlp" for number in range(2)]
 
 
-def test_a_residual_inside_is_left_alone_and_told(caplog):
+class Output(nn.Module):
+    """As in the blocks of earlier versions of transformers, with the residual inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.dropout = nn.Linear(12, 8), nn.Dropout(0.1)
+
+    def forward(self, hidden_states, input_tensor):
+        return self.dropout(self.dense(hidden_states)) + input_tensor
+
+
+class EarlierBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.output = nn.LayerNorm(8), Output()
+        self.intermediate = nn.Sequential(nn.Linear(8, 12), nn.GELU())
+
+    def forward(self, x):
+        return self.output(self.intermediate(self.norm(x)), x)
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+def test_a_residual_inside_stays_outside_of_the_experts(router):
+    model, x = nn.Sequential(EarlierBlock(), EarlierBlock()).eval(), torch.randn(2, 5, 8)
+    expected, names = model(x), list(model.state_dict())
+    timm_moe.convert_to_moe(model, modules=["0", "1"], router=router)
+    assert list(timm_moe.moe_layers(model)) == ["0.intermediate", "1.intermediate"]
+    if router == "random":
+        torch.testing.assert_close(model(x), expected)
+    dense = timm_moe.to_dense(model)
+    assert list(dense.state_dict()) == names
+    assert torch.equal(dense(x), expected)
+    assert isinstance(dense[0].output, Output)
+    model.train()(x).sum().backward()
+
+
+def test_a_normalised_residual_is_left_alone_and_told(caplog):
     transformers = pytest.importorskip("transformers")
     model = transformers.BertModel(transformers.BertConfig(**{**TEXT, "vocab_size": 10}))
     with pytest.raises(ValueError, match="no numbered block with an mlp"):
@@ -147,7 +183,7 @@ def test_a_residual_inside_is_left_alone_and_told(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("Left as it is: encoder.layer.0.intermediate")
-    assert "input_tensor" in record.getMessage()
+    assert "does more with the residual than to add it" in record.getMessage()
     assert record.getMessage().endswith("(and 1 more like it).")
 
 
@@ -329,3 +365,19 @@ def test_on_the_meta_device():
         model = torchvision.models.VisionTransformer(32, 8, 4, 2, 32, 64, num_classes=5)
     timm_moe.convert_to_moe(model, router="top_k")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_a_part_called_module_is_not_the_model():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.tail = own(), ffn()
+
+        def forward(self, x):
+            return self.tail(self.module(x))
+
+    model = Outer().eval()
+    timm_moe.convert_to_moe(model, modules=r"module\.\d\.net|tail")
+    assert list(timm_moe.moe_layers(model))[-1] == "tail"
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(timm_moe.to_dense(nn.DataParallel(model))(x), model(x))

@@ -26,6 +26,7 @@ FLOORS = (
         "cli demo",
     ),
 )
+OTHERS = ("timm", "torch", "sys", "transformers", "lightning")
 #: Calls that assign to their first argument, or to all modules.
 INTO = ("setattr", "sys.modules.update", "sys.modules.setdefault")
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "version.py")
@@ -83,7 +84,7 @@ def changes_of_others(tree):
         for node in ast.walk(tree)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         and not getattr(node, "level", 0)
-        and (getattr(node, "module", None) or node.names[0].name).partition(".")[0] in ("timm", "torch", "sys", "transformers", "lightning")
+        and (getattr(node, "module", None) or node.names[0].name).partition(".")[0] in OTHERS
         for alias in node.names
     }
     for node in ast.walk(tree):

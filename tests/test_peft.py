@@ -147,7 +147,7 @@ def test_nothing_is_made_of_experts_without_their_adapters(name, tmp_path):
         lambda: torch.jit.script(copy.deepcopy(inside).eval()),
     ]
     for make in makers:
-        with pytest.raises(ValueError, match=r"fc1 of the experts in blocks\.3\.mlp has adapters.*merge_and_unload"):
+        with pytest.raises(ValueError, match=r"has adapters.*merge_and_unload"):
             make()
     with pytest.raises(ValueError, match=r"fc1 of the experts in blocks\.3\.mlp has adapters.*cannot be averaged"):
         timm_moe.average_experts_(model, 0.3)

@@ -151,8 +151,8 @@ def preprocessing(model: nn.Module) -> dict[str, Any]:
 
 
 def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:
-    """A copy of the model's pretrained config."""
-    return dict(model.pretrained_cfg)  # type: ignore[arg-type]  # timm sets it on any module
+    """A copy of the model's pretrained config, which is empty where timm did not make it."""
+    return dict(getattr(model, "pretrained_cfg", {}))
 
 
 def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..checkpoints.history import ENTRY, Experts, History, find_history
 from ..checkpoints.source import ModelSpec, first_problem, load_source
-from ..convert.blocks import copy_sharing_tensors, moe_layers
+from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import to_dense_
 from ..files import check_model_folder, publish, staged
 from ..info import is_registered_here, parameters
@@ -131,7 +130,7 @@ def export_dense(
         _refuse(model, model_args=model_args, label_descriptions=label_descriptions)
     history = find_history(source, model, use_ema)
     if moe_layers(model):
-        history = replace(history, experts=_experts(model), method=method)
+        history = replace(history, experts=Experts.of(model), method=method)
     if isinstance(source, nn.Module):
         model = copy_sharing_tensors(model)  # it becomes dense below, the caller's does not
     if is_of_timm(model):
@@ -239,12 +238,16 @@ def _open(
     """Where to write and what: the folder, once it can be used, and the model of the source without wrappers."""
     target = check_target(output_dir, overwrite)
     if isinstance(source, nn.Module):
-        source = timm_model_in(unwrap_model(source))
+        source = timm_model_in(unwrapped(source))
+        if getattr(source, "peft_config", None):
+            raise ValueError(
+                f"This {type(source).__name__} has adapters of PEFT: export what its merge_and_unload() returns."
+            )
         if not is_of_timm(source):
             _refuse(source, spec=None if spec == ModelSpec() else spec, use_ema=use_ema or None)
     else:
         _logger.info("Loading %s ...", source)
-    return target, unwrap_model(load_source(source, spec, use_ema))
+    return target, unwrapped(load_source(source, spec, use_ema))
 
 
 def _refuse(model: nn.Module, **given: Any) -> None:
@@ -260,12 +263,8 @@ def _foreign_format(
     """The format of a model, which is the exporter's own copy, that timm did not make.
 
     Raises:
-        ValueError: if it has PEFT's adapters, or the names are not those of its classes.
+        ValueError: if the names are not those of its classes.
     """
-    if getattr(model, "peft_config", None):
-        raise ValueError(
-            f"This {type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns."
-        )
     entries: dict[str, Any] = {"license": license} if license else {}
     if not is_of_transformers(model):
         _refuse(model, label_names=label_names)
@@ -277,14 +276,6 @@ def _foreign_format(
         config.label2id = {name: number for number, name in enumerate(names)}
     recorded = getattr(config, ENTRY, {})  # of a model that was exported before
     return TransformersFormat({**entries, ENTRY: history.to_config() or recorded})
-
-
-def _experts(model: nn.Module) -> Experts:
-    """What a model's experts are, whether timm made it or not."""
-    if not is_of_timm(model):
-        model = copy.copy(model)
-        set_pretrained_cfg(model, {})
-    return Experts.of(model)
 
 
 def _require_finite(model: nn.Module, allow_nonfinite: bool) -> None:

@@ -16,10 +16,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from timm.models import clean_state_dict
-from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..convert.blocks import moe_layers
+from ..convert.blocks import moe_layers, unwrapped
 from ..info import check_registered
 from ..model_config import (
     Preprocessing,
@@ -106,7 +105,7 @@ def _with_preprocessing(model: nn.Module, stated: Preprocessing) -> nn.Module:
     """The model, or where something is stated a copy of it with the same weights and another config."""
     if not stated.stated():
         return model
-    model = copy.copy(unwrap_model(model))
+    model = copy.copy(unwrapped(model))
     state_preprocessing(model, stated.stated())
     return model
 

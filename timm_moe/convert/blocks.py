@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from timm.utils import unwrap_model
+from timm.utils import ModelEma
 from torch import Tensor, nn
 
 from ..layers import EwaMlp, MoeMlp
@@ -64,9 +64,24 @@ def sharing(layer: MoeMlp) -> tuple[float, str]:
     return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)
 
 
+def unwrapped(model: Any) -> nn.Module:
+    """A model without what is around it: DDP, torch.compile, timm's EMA.
+
+    timm takes whatever is called ``module`` for a wrapped model; here only that is one which holds all parameters.
+    """
+    inner = model.ema if isinstance(model, ModelEma) else None
+    for name in ("module", "_orig_mod"):
+        inner = inner or getattr(model, name, None)
+    if not isinstance(inner, nn.Module):
+        return model
+    own = {id(parameter) for parameter in inner.parameters()}
+    holds_all = not isinstance(model, nn.Module) or all(id(parameter) in own for parameter in model.parameters())
+    return unwrapped(inner) if holds_all else model
+
+
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
     """The expert layers of a model by name, in order: ``{"blocks.1.mlp": MoeMlp, ...}``."""
-    return {name: module for name, module in unwrap_model(model).named_modules() if isinstance(module, MoeMlp)}
+    return {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, MoeMlp)}
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
 
 from ..layers import MoeMlp
+from .split import ResidualFfn
 
 #: timm's feed-forward networks, which are known to map every row by itself; older versions of timm have fewer.
 FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
@@ -87,6 +88,8 @@ def _mixing(network: nn.Module) -> str | None:
             y = probe(x)
         if not _equal(probe(x), y):
             return "its outputs are random in eval mode"
+        if isinstance(probe, ResidualFfn) and not probe.adds_the_residual(x):
+            return "its last part does more with the residual than to add it"
         order = torch.tensor([2, 0, 3, 1], device=x.device)
         parts = torch.cat([probe(part) for part in x.split(2)])
         if not (_equal(probe(x[order]), y[order]) and _equal(parts, y)):

@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
-from timm.utils import unwrap_model
 from torch import nn
 
 from ..layers import MoeMlp, begin_forward
-from .blocks import moe_layers, put_network, whole_experts
+from .blocks import moe_layers, put_network, unwrapped, whole_experts
 from .gather import average, get_method
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -35,7 +34,7 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
         ValueError: if the model has no expert layers or holds them in pieces (FSDP1), the method is unknown or does not
             fit the networks, or ``svd_ratio`` is not above 0 and at most 1.
     """
-    model = unwrap_model(model)
+    model = unwrapped(model)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # so that these are not copied
     for layer in memo.values():
         whole_experts(layer)  # raises

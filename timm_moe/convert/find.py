@@ -1,5 +1,6 @@
 """The feed-forward networks of a model that could become experts: those that are known, or that the user names."""
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from torchvision.ops import MLP
 
 from ..layers import MoeMlp
 from .check import FFN_CLASSES, check_network
-from .split import EncoderLayerFfn, SplitFfn
+from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
         return path, inside
     if isinstance(module, nn.TransformerEncoderLayer):
         return path, EncoderLayerFfn(module)
-    return path, SplitFfn(module, "intermediate", "output")
+    takes_residual = "input_tensor" in inspect.signature(module.get_submodule("output").forward).parameters
+    return path, (ResidualFfn if takes_residual else SplitFfn)(module, "intermediate", "output")
 
 
 def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -53,6 +54,40 @@ class SplitFfn(nn.Module):
             if isinstance(part, Function):
                 delattr(block, name)
             setattr(block, name, part.function if isinstance(part, Function) else part)
+
+
+class AddResidual(nn.Module):
+    """What is left of the last part of a :class:`ResidualFfn` in its block."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x + residual
+
+
+class ResidualFfn(SplitFfn):
+    """One whose last part also adds the residual, which its block hands to it.
+
+    So are the blocks of many models in earlier versions of transformers. What is added afterwards is no part of the
+    network: a normalisation of the sum, as in BERT, makes it none.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map rows x of shape (..., D) as the block does, without the residual."""
+        *parts, last = self.children()
+        for part in parts:
+            x = part(x)
+        return last(x, x.new_zeros(()))
+
+    def adds_the_residual(self, x: Tensor) -> bool:
+        """Whether the last part adds what it is handed, and does nothing else with it; x as in ``forward``."""
+        *parts, last = self.children()
+        hidden = x
+        for part in parts:
+            hidden = part(hidden)
+        return torch.allclose(last(hidden, x), self(x) + x, atol=1e-5)
+
+    def make_room(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
+        super().make_room(model, block, layer)
+        setattr(block, list(self._modules)[-1], AddResidual())
 
 
 class EncoderLayerFfn(SplitFfn):

@@ -17,11 +17,16 @@ from ..callbacks.loop import add_router_losses, expert_statistics, start_averagi
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.core_model_loading import revert_weight_conversion
 except ImportError as error:
     raise ImportError(
         "timm_moe.integrations.transformers needs transformers and accelerate: pip install 'timm_moe[transformers]'."
     ) from error
+
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # transformers 4 writes the names that it reads
+    revert_weight_conversion = None  # type: ignore[assignment]
 
 
 class ExpertCallback(TrainerCallback):
@@ -91,6 +96,8 @@ def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> 
     It writes some architectures, as ViT, by the names of earlier versions. ``from_pretrained`` knows them, but the
     resumption of a Trainer does not: it loads what has the same name, and only warns of the rest.
     """
+    if revert_weight_conversion is None:
+        return
     own = model.state_dict()
     names = {id(tensor): name for name, tensor in own.items()}
     for saved, tensor in revert_weight_conversion(model, own).items():
@@ -126,8 +133,9 @@ def _with_router_losses(compute_loss: Any) -> Any:
 
 def _is_scaled(trainer: Trainer, num_items_in_batch: Tensor | int | None) -> bool:
     """Whether the loss is a part of that of all accumulated batches, which Trainer does not divide by their number."""
-    if trainer.loss_is_scaled_for_ga is not None:
-        return trainer.loss_is_scaled_for_ga
+    stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # earlier versions have none
+    if stated is not None:
+        return stated
     by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
     return by_model or trainer.compute_loss_func is not None
 
