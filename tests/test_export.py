@@ -166,7 +166,6 @@ def test_eval_mode_partition_is_for_analysis_and_exports_the_mean(tmp_path):
     assert model.blocks[1].mlp.eval_mode == "partition"
 
 
-
 # --- bad input
 
 

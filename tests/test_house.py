@@ -135,7 +135,7 @@ CHECKS = {
     "Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
     "Add a way of gathering": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
     "Add a family": "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer",
-    "Add an integration": "assert len(trainer.logs) == 4; assert trainer.optimizer.param_groups[0]['ewa_updates'] == 2",
+    "Add an integration": "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2",
 }
 
 
@@ -169,3 +169,22 @@ finally:
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr
+
+
+TRAINERS = re.findall(
+    r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```",
+    (ROOT / "docs/trainers.md").read_text(),
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def test_the_page_of_trainers_has_a_block_for_each():
+    assert [title for title, _ in TRAINERS] == ["Hugging Face Trainer", "Lightning", "A loop of your own"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("title", "code"), TRAINERS, ids=[title for title, _ in TRAINERS])
+def test_a_block_of_the_page_of_trainers(title, code, tmp_path):
+    done = run_code(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "dense/model.safetensors").is_file()

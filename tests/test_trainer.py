@@ -242,3 +242,29 @@ def test_evaluation_is_that_of_the_mean(tmp_path):
     dense = timm_moe.to_dense(run.model)
     expected = trainer(dense, tmp_path, callbacks=[]).evaluate()["eval_loss"]
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+class Scaled(transformers.Trainer):
+    """With a scaler of gradients, which fp16 has on a GPU; its first two steps overflow."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+
+
+def test_skipped_steps_are_not_averaged(tmp_path):
+    run = trainer(native("ViT", share_rate=FULL, share_schedule="constant"), tmp_path, trainer_class=Scaled)
+    apart = spread(run.model)
+    spreads = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            spreads.append(spread(model))
+
+    run.add_callback(Watch())
+    run.train()
+    skipped = spreads.count(apart)
+    assert 0 < skipped < 4
+    assert spreads[:skipped] == [apart] * skipped
+    assert max(spreads[skipped:]) < 1e-6
+    assert run.optimizer.param_groups[0]["ewa_updates"] == 4 - skipped

@@ -23,8 +23,9 @@ def start_averaging(
         model: to be trained.
         optimizer: of the run, with its state if the run is resumed.
         total_updates: optimizer steps in the whole run.
-        updates: those done before, 0 at the start of a run. Where the optimizer knows of steps that a GradScaler
-            skipped, its own count holds.
+        updates: those done before. Where the optimizer's state was loaded before this call, its own count holds, which
+            leaves out steps that a GradScaler skipped. 0 is the start of a run: a count that the optimizer has from an
+            earlier one is dropped.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove` ends it), or None
