@@ -134,10 +134,15 @@ class LightningClassifier(lightning.LightningModule):
 def by_lightning(model, folder, resume):
     torch.manual_seed(1)
     keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
     trainer = lightning.Trainer(
-        max_epochs=2, limit_train_batches=2, default_root_dir=folder, accelerator="cpu", logger=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[for_lightning.ExpertCallback()] + ([] if resume else [keep]),
-    )  # fmt: skip
+        max_epochs=2,
+        limit_train_batches=2,
+        default_root_dir=folder,
+        accelerator="cpu",
+        callbacks=[for_lightning.ExpertCallback(), *([] if resume else [keep])],
+        **quiet,
+    )
     loader = DataLoader(Digits(), 12, shuffle=True)
     trainer.fit(LightningClassifier(model), loader, ckpt_path=folder / "epoch=0.ckpt" if resume else None)
 
