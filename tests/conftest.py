@@ -12,6 +12,7 @@ import timm_moe  # noqa: F401  (registers the models)
 
 DATA = Path(__file__).parent / "data"
 SLOWEST = ("test_train_script", "test_hub", "test_autoload", "test_train_options", "test_transformers", "test_models")
+CI_FILE = "\npytestmark = [pytest.mark.ci"
 SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
 SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
 
@@ -27,6 +28,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Where the mark ci is left out, files whose tests all have it are not even imported, which takes seconds."""
+    if collection_path.suffix == ".py" and "not ci" in config.option.markexpr:
+        return CI_FILE in collection_path.read_text() or None
+    return None
 
 
 @pytest.fixture(autouse=True)

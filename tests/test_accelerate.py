@@ -16,6 +16,8 @@ from torch import nn
 from timm_moe import ExpertWeightAveraging, auxiliary_loss
 from timm_moe.callbacks import add_router_losses, start_averaging
 
+pytestmark = [pytest.mark.ci]
+
 
 @pytest.fixture(autouse=True)
 def fresh_state():
@@ -47,7 +49,6 @@ def test_the_example_resumes_exactly(name, tmp_path, monkeypatch, capsys):
     assert ("balance" in whole[5] or "importance" in whole[5]) == (name == "vmoe_s32")
 
 
-@pytest.mark.ci
 def test_the_example(tmp_path):
     done = run_script(EXAMPLES / "accelerate_loop.py", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

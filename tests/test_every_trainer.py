@@ -22,6 +22,8 @@ lightning = pytest.importorskip("lightning")
 from timm_moe.integrations import lightning as for_lightning  # noqa: E402
 from timm_moe.integrations import transformers as for_trainer  # noqa: E402
 
+pytestmark = [pytest.mark.ci]
+
 TIMM = dict(img_size=8, patch_size=2, num_classes=10, embed_dim=32, depth=2, num_heads=2)
 HF = dict(image_size=8, patch_size=2, num_labels=10, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
 ROUTERS = ("random", "top_k")
@@ -175,7 +177,6 @@ def by_own_loop(model, folder, resume):
 
 
 TRAINERS = {"Trainer": by_trainer, "Lightning": by_lightning, "own loop": by_own_loop}
-FIRST = [("torchvision's ViT", "random", "Lightning"), ("own model", "top_k", "Trainer")]
 CELLS = [(kind, router, trainer) for kind in MODELS for router in ROUTERS for trainer in TRAINERS]
 
 
@@ -185,10 +186,7 @@ def exported():
     return []
 
 
-@pytest.mark.parametrize(
-    ("kind", "router", "trainer"),
-    [pytest.param(*cell, marks=[] if cell in FIRST else pytest.mark.ci) for cell in CELLS],
-)
+@pytest.mark.parametrize(("kind", "router", "trainer"), CELLS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_cell(kind, router, trainer, tmp_path, exported):
     train = TRAINERS[trainer]

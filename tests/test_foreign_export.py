@@ -89,6 +89,7 @@ class Tied(nn.Module):
 # --- transformers
 
 
+@pytest.mark.ci
 def test_from_pretrained_gives_the_model_back_without_this_package(transformers, tmp_path):
     expected = {}
     for kind in MODELS:

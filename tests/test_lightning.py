@@ -30,9 +30,9 @@ EWA = ("vit_tiny_ewa_moe", dict(share_schedule="linear"))
 ROUTED = ("vmoe_s32", dict(num_experts=4, moe_layers="last-2"))
 BATCH = 4
 
-pytestmark = pytest.mark.filterwarnings(
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*is smaller than the logging interval", "ignore:.*LeafSpec"
-)
+)]  # fmt: skip
 
 
 class Classifier(lightning.LightningModule):
@@ -308,7 +308,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, model, tmp_path):
     assert largest_difference(*resumed(kind, model, tmp_path, lambda: [shuffled()])) == 0.0
 
 
-@pytest.mark.ci
 def test_a_resumed_run_with_validation_is_the_uninterrupted_one(tmp_path):
     whole, part = resumed(Scheduled, EWA, tmp_path, lambda: [shuffled(), shuffled()], accumulate_grad_batches=2)
     assert largest_difference(whole, part) == 0.0
@@ -398,7 +397,6 @@ def test_fast_dev_run():
     trainer(fast_dev_run=True).fit(Classifier(*ROUTED), data(), data())
 
 
-@pytest.mark.ci
 def test_a_trainer_of_pytorch_lightning_takes_it_too():
     library = pytest.importorskip("pytorch_lightning")
 
@@ -421,7 +419,6 @@ def test_lightning_is_imported_by_its_integration_alone():
     )
 
 
-@pytest.mark.ci
 def test_the_example(tmp_path):
     done = run_script(EXAMPLES / "lightning_fit.py", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -441,7 +438,6 @@ def ddp_worker(rank, folder, port):
     torch.save({"differences": differences, "weights": whole.state_dict()}, f"{folder}/rank{rank}.pt")
 
 
-@pytest.mark.ci
 def test_ddp(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

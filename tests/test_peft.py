@@ -17,6 +17,8 @@ from timm_moe.convert.dense import to_dense_
 
 peft = pytest.importorskip("peft", minversion="0.17")
 
+pytestmark = [pytest.mark.ci]
+
 EXPERTS = ["fc1.weight", "fc2.weight"]
 SMALL = {"vit_tiny_ewa_moe": SMALL_VIT, "vit_tiny_moe": SMALL_VIT}
 SMALL["vimoe_s14_shared"] = dict(img_size=28, embed_dim=32, num_heads=2, num_classes=5)
@@ -229,7 +231,6 @@ def test_page(tmp_path, monkeypatch):
     exec(block, {})
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
 def test_compiled(name):
     model, images = adapt(create(name)), images_for(name)

@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from timm_moe.integrations.transformers import ExpertCallback, load_experts  # noqa: E402
 
+pytestmark = [pytest.mark.ci]
+
 VIT = dict(
     **dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=8),
     num_labels=5, hidden_dropout_prob=0.1,
@@ -79,7 +81,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
-@pytest.mark.parametrize("kind", ["ViT", pytest.param("DINOv2", marks=pytest.mark.ci), "timm"])
+@pytest.mark.parametrize("kind", ["ViT", "DINOv2", "timm"])
 def test_resumed_it_is_the_uninterrupted_run(kind, router, tmp_path):
     """Also where save_pretrained writes the names of earlier versions, as of ViT, which Trainer does not load again."""
     options = dict(share_rate=FULL, share_schedule="linear") if router == "random" else {}
@@ -161,7 +163,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.ci), 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "way"),
     # the wrapper of timm's models takes no num_items_in_batch

@@ -1,0 +1,98 @@
+"""Trainer, Lightning and PEFT in brief; test_trainer.py, test_lightning.py and test_peft.py have the rest, for CI."""
+
+import pytest
+import timm
+import torch
+from conftest import SMALL_VIT
+from torch import nn
+
+import timm_moe
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        pixels = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": pixels, "labels": index % 5}
+
+
+class Classifier(nn.Module):
+    def __init__(self, router):
+        super().__init__()
+        torch.manual_seed(0)
+        dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+        self.model = timm_moe.convert_to_moe(
+            dense, router=router, expert_init="independent", share_rate=0.75, share_schedule="linear"
+        )
+
+    def forward(self, pixel_values, labels):
+        logits = self.model(pixel_values)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def spread(model):
+    layers = timm_moe.moe_layers(model).values()
+    return max((w - w.mean(0)).abs().max().item() for layer in layers for _, w in layer.named_expert_parameters())
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+def test_trainer(router, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from timm_moe.integrations.transformers import ExpertCallback
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=8, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+    )  # fmt: skip
+    model = Classifier(router)
+    trainer = transformers.Trainer(model, args, train_dataset=Images(), callbacks=[ExpertCallback()])
+    trainer.train()
+    assert spread(model) < 1e-6
+    assert trainer.state.log_history[0]["ewa/share_rate"] == 0.375
+    assert ("router/model.blocks.1.mlp/load_max" in trainer.state.log_history[1]) == (router == "top_k")
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(router, tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from timm_moe.integrations.lightning import ExpertCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.classifier = Classifier(router)
+
+        def training_step(self, batch, batch_idx):
+            return self.classifier(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ExpertCallback()],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(Images(), 8))
+    assert spread(module) < 1e-6
+    assert trainer.callback_metrics["ewa/share_rate"] == 0.75
+
+
+def test_peft(images):
+    peft = pytest.importorskip("peft", minversion="0.17")
+    base = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    config = peft.LoraConfig(r=2, target_parameters=["fc1.weight", "fc2.weight"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    model(images).sum().backward()
+    adapters = {name: p.grad for name, p in model.named_parameters() if "lora" in name}
+    assert adapters
+    assert all(gradient is not None for gradient in adapters.values())
+    with pytest.raises(ValueError, match="merge"):
+        timm_moe.to_dense(model)
+    expected = model.eval()(images)
+    dense = timm_moe.to_dense(model.merge_and_unload())
+    torch.testing.assert_close(dense(images), expected, rtol=1e-4, atol=1e-5)
