@@ -407,3 +407,12 @@ def test_inputs_of_the_caller_go_first(transformers, tmp_path, monkeypatch):
     images = torch.randn(1, 3, 16, 16)
     export_dense(of_transformers(transformers, "vit"), tmp_path / "vit", example_inputs=images)
     assert [torch.equal(inputs, images) for inputs in seen] == [True, True]
+
+
+def test_an_adapter_of_before_does_not_stay_beside_the_model(transformers, tmp_path):
+    model = with_experts(of_transformers(transformers, "vit"))
+    (tmp_path / "out").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "notes.txt"):
+        (tmp_path / "out" / name).write_text("{}")
+    export_dense(model, tmp_path / "out", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", "notes.txt"]

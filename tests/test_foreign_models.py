@@ -160,6 +160,9 @@ class EarlierBlock(nn.Module):
         return self.output(self.intermediate(self.norm(x)), x)
 
 
+EarlierBlock.__module__ = "transformers.models.earlier"  # of no other block it is known that it calls the two in a row
+
+
 @pytest.mark.parametrize("router", ["random", "top_k"])
 def test_a_residual_inside_stays_outside_of_the_experts(router):
     model, x = nn.Sequential(EarlierBlock(), EarlierBlock()).eval(), torch.randn(2, 5, 8)
@@ -292,7 +295,26 @@ class Zero(nn.Module):
 shared = ffn()
 tied = ffn()
 tied[2].weight = shared[0].weight
+
+
+class Gated(nn.Module):
+    """A mixing of rows that begins near zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gate = nn.Linear(8, 8), nn.Parameter(torch.full((8,), 1e-6))
+
+    def forward(self, x):
+        return self.fc(x) + self.gate * x.mean(-2, keepdim=True)
+
+
+class Squaring(nn.TransformerEncoderLayer):
+    def _ff_block(self, x):
+        return self.linear2(self.activation(self.linear1(x)) ** 2)
+
+
 REFUSED = {
+    "mixes rows, gated near zero at first": (own(Gated()), "it mixes rows"),
     "mixes rows": (own(Mixing(lambda x: x + x.mean(-2, keepdim=True))), "it mixes rows"),
     "mixes rows, though zero at first": (own(Zero()), "it mixes rows"),
     "normalises over the batch": (own(nn.Sequential(ffn(), nn.BatchNorm1d(8))), r"holds a buffer \(1.running_mean\)"),
@@ -381,3 +403,50 @@ def test_a_part_called_module_is_not_the_model():
     assert list(timm_moe.moe_layers(model))[-1] == "tail"
     x = torch.randn(3, 8)
     torch.testing.assert_close(timm_moe.to_dense(nn.DataParallel(model))(x), model(x))
+
+
+def test_a_part_called_module_may_hold_all_parameters():
+    class Normalising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = own()
+            self.register_buffer("mean", torch.ones(8))
+
+        def forward(self, x):
+            return self.module(x - self.mean)
+
+    model, x = Normalising().eval(), torch.randn(3, 8)
+    timm_moe.convert_to_moe(model, modules=r"module\.\d\.net")
+    dense = timm_moe.to_dense(model)
+    assert type(dense) is Normalising
+    assert torch.equal(dense(x), model(x))
+
+
+def test_a_block_that_calls_its_parts_otherwise():
+    layer = Squaring(32, 2, 64, batch_first=True).eval()
+    assert ffn_paths(nn.Sequential(layer)) == []
+    with pytest.raises(ValueError, match=r"cannot be called with rows|mixes rows"):
+        timm_moe.convert_to_moe(nn.Sequential(layer), modules=["0"])
+
+
+@pytest.mark.parametrize("modules", [["layers.0", "layers.0.linear1"], ["layers.0", "layers.0.linear2"], ".*linear1"])
+def test_a_part_of_a_block_is_no_network(modules):
+    with pytest.raises(ValueError, match="name the block instead"):
+        timm_moe.convert_to_moe(encoder(), modules=modules)
+
+
+def test_on_the_meta_device_rows_are_tried_out_too():
+    with torch.device("meta"):
+        model = own(Mixing(lambda x: x + x.mean(-2, keepdim=True)))
+    with pytest.raises(ValueError, match="it mixes rows"):
+        timm_moe.convert_to_moe(model, modules=["0.net"])
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        bert = transformers.BertModel(transformers.BertConfig(**{**TEXT, "vocab_size": 10}))
+    assert ffn_paths(bert) == []
+
+
+def test_a_second_argument_is_no_routing():
+    model = timm_moe.convert_to_moe(own(), modules=["0.net"])
+    with pytest.raises(TypeError, match="positional"):
+        model[0].net(torch.randn(3, 8), torch.ones(3))

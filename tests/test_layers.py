@@ -98,7 +98,7 @@ def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
     layer = moe(8, 12, ffn=ffn)
     x = torch.randn(rows, 8, requires_grad=True)
     routing = layer.router(x)
-    layer(x, routing).square().sum().backward()
+    layer(x, routing=routing).square().sum().backward()
     got = {name: parameter.grad for name, parameter in layer.named_parameters()}, x.grad
 
     # one expert at a time, by indexing: slow and plain

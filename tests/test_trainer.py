@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from conftest import SMALL_VIT
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -54,6 +55,7 @@ class Images(torch.utils.data.Dataset):
 
 
 def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, compute_loss_func=None, **options):
+    model_init = options.pop("model_init", None)
     defaults = dict(
         max_steps=4, per_device_train_batch_size=6, logging_steps=2, save_steps=2, save_strategy="steps",
         report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
@@ -62,7 +64,7 @@ def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, c
     callbacks = [ExpertCallback()] if callbacks is None else callbacks
     return trainer_class(
         model, args, train_dataset=Images(), eval_dataset=Images(), callbacks=callbacks,
-        compute_loss_func=compute_loss_func,
+        compute_loss_func=compute_loss_func, model_init=model_init,
     )  # fmt: skip
 
 
@@ -270,3 +272,57 @@ def test_skipped_steps_are_not_averaged(tmp_path):
     assert spreads[:skipped] == [apart] * skipped
     assert max(spreads[skipped:]) < 1e-6
     assert run.optimizer.param_groups[0]["ewa_updates"] == 4 - skipped
+
+
+def by_add_callback(folder):
+    run = trainer(native("ViT", router="top_k"), folder, callbacks=[])
+    run.add_callback(ExpertCallback())
+    return run
+
+
+def by_model_init(folder):
+    run = trainer(None, folder, model_init=lambda: native("ViT", router="top_k"))
+    return run
+
+
+@pytest.mark.parametrize("make", [by_add_callback, by_model_init])
+def test_resumed_however_the_callback_and_the_model_came(make, tmp_path):
+    whole = make(tmp_path / "whole")
+    whole.train()
+    resumed = make(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    for name, expected in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], expected), name
+
+
+@pytest.mark.parametrize("options", [dict(), dict(compute_loss_func=summed_loss)])
+def test_evaluation_before_training(options, tmp_path):
+    model = native("ViT", router="top_k")
+    expected = trainer(model, tmp_path, callbacks=[], **options).evaluate()["eval_loss"]
+    assert trainer(model, tmp_path, **options).evaluate()["eval_loss"] == expected
+
+
+def test_nothing_is_left_after_an_interrupted_run(tmp_path):
+    class Interrupt(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    run = trainer(native("ViT"), tmp_path)
+    run.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert timm_moe.ExpertWeightAveraging.of(run.optimizer) is None
+    assert not run.model._load_state_dict_pre_hooks
+
+
+def test_only_the_models_own_files_are_loaded(tmp_path):
+    model = native("ViT", router="top_k")
+    model.save_pretrained(tmp_path)
+    save_file({"vit.embeddings.cls_token": torch.zeros(1, 1, 32)}, tmp_path / "model_ema.safetensors")
+    fresh = native("ViT", router="top_k")
+    torch.nn.init.zeros_(fresh.vit.embeddings.cls_token)
+    load_experts(fresh, tmp_path)
+    assert torch.equal(fresh.vit.embeddings.cls_token, model.vit.embeddings.cls_token)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    load_experts(fresh, tmp_path / "parts")
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))

@@ -36,6 +36,8 @@ from .formats import (
 
 _logger = logging.getLogger(__name__)
 
+#: An adapter of PEFT.
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 #: Largest difference of an output, relative to the largest output, that the check of an export lets pass.
 TOLERANCE = 1e-4
 
@@ -139,6 +141,12 @@ def export_dense(
     else:
         layout = _foreign_format(model, label_names, license, history)
     inputs = _inputs(model, layout, example_inputs)
+    if moe_layers(model) and not exact:
+        _logger.info(
+            "No dense model computes what routed experts do. What method=%r makes of them is a start for training: "
+            "evaluate it, or train it on as a student.",
+            method,
+        )
     expected = _source_outputs(model, inputs) if exact else None
     if moe_layers(model) or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
@@ -371,8 +379,8 @@ def _write(model: nn.Module, layout: Format, folder: Path, target: Path) -> None
 
 
 def _names(folder: Path) -> list[str]:
-    """Of all files that make a model, config.json last."""
-    return [*sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
+    """Of all files that make a model, config.json last; and of what must not stay beside them: transformers loads it."""
+    return [*_ADAPTERS, *sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
 
 
 def _inputs(model: nn.Module, layout: Format, example_inputs: Any) -> Any:
@@ -393,7 +401,7 @@ def _inputs(model: nn.Module, layout: Format, example_inputs: Any) -> Any:
         )
     elif example_inputs is None:
         _logger.warning(
-            f"This {type(model).__name__} does not say which images it takes, so its outputs are not compared: pass "
+            f"This {type(model).__name__} does not state its inputs, so its outputs are not compared: pass "
             "example_inputs."
         )
         return None

@@ -4,6 +4,7 @@ An integration is these three functions, called from where its library lets one 
 :mod:`timm_moe.integrations.transformers` and :mod:`timm_moe.integrations.lightning`.
 """
 
+import logging
 import math
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from ..convert.blocks import moe_layers, sharing
 from .averaging import UPDATES, ExpertWeightAveraging, layers_of_trained_experts
 from .router_losses import auxiliary_loss, routed_layers, routing_summary
+
+_logger = logging.getLogger(__name__)
 
 
 def start_averaging(
@@ -34,7 +37,13 @@ def start_averaging(
     Raises:
         ValueError: if the run has no known end, and as :class:`ExpertWeightAveraging`.
     """
+    routing_summary(model, reset=True)  # what another run left
     layers = list(moe_layers(model).values())
+    if not layers:
+        _logger.warning(
+            "This %s has no expert layers, so nothing is averaged: convert it first by timm_moe.convert_to_moe.",
+            type(model).__name__,
+        )
     if not any(sharing(layer)[0] for layer in layers_of_trained_experts(optimizer, layers)):
         return None
     if not math.isfinite(total_updates) or total_updates < 1:
@@ -42,8 +51,8 @@ def start_averaging(
             f"The schedule of expert weight averaging needs the number of optimizer steps of the run, got "
             f"{total_updates}: give the run a number of steps or epochs."
         )
-    if not updates:  # the optimizer may have been used before
-        optimizer.param_groups[0].pop(UPDATES, None)
+    if not updates and optimizer.param_groups[0].pop(UPDATES, 0):
+        _logger.warning("EWA: a run begins, so the share rate does too. In a resumed run, state updates=...")
     averaging = ExpertWeightAveraging(model, optimizer, total_updates=int(total_updates))
     averaging.seek(updates)
     return averaging

@@ -161,8 +161,9 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
     if forgotten:
         raise RuntimeError(
             "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
-            "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, or "
-            "create the model with aux_loss_weight=0."
+            "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, give "
+            "Hugging Face's Trainer or Lightning an ExpertCallback of timm_moe.integrations, or create the model with "
+            "aux_loss_weight=0."
         )
     if any(layer.router.discarded for layer in trained) and optimizer not in _warned:
         _warned.add(optimizer)

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from timm.utils import ModelEma
+from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from ..layers import EwaMlp, MoeMlp
 from .split import SplitFfn
@@ -64,19 +66,18 @@ def sharing(layer: MoeMlp) -> tuple[float, str]:
     return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)
 
 
-def unwrapped(model: Any) -> nn.Module:
-    """A model without what is around it: DDP, torch.compile, timm's EMA.
+#: What stands around a model and has it as its ``module``.
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel, AveragedModel, ModelEmaV2, ModelEmaV3)
+_WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
-    timm takes whatever is called ``module`` for a wrapped model; here only that is one which holds all parameters.
-    """
-    inner = model.ema if isinstance(model, ModelEma) else None
-    for name in ("module", "_orig_mod"):
-        inner = inner or getattr(model, name, None)
-    if not isinstance(inner, nn.Module):
-        return model
-    own = {id(parameter) for parameter in inner.parameters()}
-    holds_all = not isinstance(model, nn.Module) or all(id(parameter) in own for parameter in model.parameters())
-    return unwrapped(inner) if holds_all else model
+
+def unwrapped(model: Any) -> nn.Module:
+    """A model without what is around it: DDP, torch.compile, EMA. (timm takes any part called ``module`` for it.)"""
+    if isinstance(model, ModelEma):
+        return unwrapped(model.ema)
+    if isinstance(model, _WRAPPERS) or type(model).__name__ in _WRAPPERS_BY_NAME:
+        return unwrapped(model.module)
+    return unwrapped(model._orig_mod) if hasattr(model, "_orig_mod") else model
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:

@@ -11,7 +11,7 @@ from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
 
 from ..layers import MoeMlp
-from .split import ResidualFfn
+from .split import ResidualFfn, SplitFfn
 
 #: timm's feed-forward networks, which are known to map every row by itself; older versions of timm have fewer.
 FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
@@ -25,13 +25,11 @@ TOLERANCE = 1e-4
 
 
 def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
-    """Raise ValueError unless a network, which is called by this name in a model, can become experts.
-
-    On the meta device, where there are no numbers, whether its rows are mapped by themselves is not checked.
-    """
+    """Raise ValueError unless a network, which is called by this name in a model, can become experts."""
     reason = _first_reason(model, network)
     if reason:
-        raise ValueError(f"{path}, a {type(network).__name__}, cannot become experts: {reason}.")
+        parts = " with ".join(network._modules) if isinstance(network, SplitFfn) else f"a {type(network).__name__}"
+        raise ValueError(f"{path}, {parts}, cannot become experts: {reason}.")
 
 
 def row_width(network: nn.Module) -> int:
@@ -57,7 +55,7 @@ def _first_reason(model: nn.Module, network: nn.Module) -> str | None:
     other = next(_other_names(model, network), None)
     if other is not None:
         return f"it is used twice, since its weights are also called {other}"
-    return None if next(network.parameters()).is_meta else _mixing(network)
+    return _mixing(network)
 
 
 def _other_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
@@ -71,21 +69,32 @@ def _other_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
 
 @torch.no_grad()
 def _mixing(network: nn.Module) -> str | None:
-    """What is wrong with the outputs of a few rows, in eval mode."""
-    parameter, width = next(network.parameters()), row_width(network)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, width, generator=generator).to(parameter.device)
-    probe = _probe(network)
+    """What is wrong with the outputs of a few rows, in eval mode, with the weights as they are and with random ones.
+
+    What begins at zero, or near it, tells nothing as it is.
+    """
+    width, generator = row_width(network), torch.Generator().manual_seed(0)
+    probe = copy.deepcopy(network).eval()
+    if next(probe.parameters()).is_meta:
+        probe = probe.to_empty(device="cpu")
+    else:
+        probe = probe.float()  # what is left of a difference there is no rounding
+        reason = _mixing_of(probe, width, generator)
+        if reason:
+            return reason
+    for weight in probe.parameters():
+        weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
+    return _mixing_of(probe.float(), width, generator)
+
+
+def _mixing_of(probe: nn.Module, width: int, generator: torch.Generator) -> str | None:
+    x = torch.randn(4, width, generator=generator).to(next(probe.parameters()).device)
     try:
         y = probe(x)
         if not isinstance(y, Tensor):
             return f"it returns a {type(y).__name__} and not a tensor"
         if y.shape[:-1] != x.shape[:-1]:
             return f"it makes {tuple(y.shape)} of rows of shape {tuple(x.shape)}, which changes their number"
-        if _is_constant(y):  # as networks do that begin at zero
-            for weight in probe.parameters():
-                weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
-            y = probe(x)
         if not _equal(probe(x), y):
             return "its outputs are random in eval mode"
         if isinstance(probe, ResidualFfn) and not probe.adds_the_residual(x):
@@ -93,17 +102,12 @@ def _mixing(network: nn.Module) -> str | None:
         order = torch.tensor([2, 0, 3, 1], device=x.device)
         parts = torch.cat([probe(part) for part in x.split(2)])
         if not (_equal(probe(x[order]), y[order]) and _equal(parts, y)):
-            return "it mixes rows: what it makes of one depends on the others"
+            return "it mixes rows, so what it makes of a token depends on the others"
         if not _equal(probe(x.view(2, 2, width)), y.view(2, 2, -1)):
-            return "it mixes rows: what it makes of them depends on their shape"
+            return "it mixes rows, so what it makes of a token depends on how many there are of each image"
     except Exception as error:
-        return f"it cannot be called with rows of shape {tuple(x.shape)} alone ({_first_line(error)})"
+        return f"it cannot be called with rows (n, width) alone, here {tuple(x.shape)} ({_first_line(error)})"
     return None
-
-
-def _probe(network: nn.Module) -> nn.Module:
-    """A copy to be tried out, in float32: what is left of a difference there is no rounding."""
-    return copy.deepcopy(network).float().eval()
 
 
 def _accepts(probe: nn.Module, width: int) -> bool:
@@ -112,10 +116,6 @@ def _accepts(probe: nn.Module, width: int) -> bool:
     except Exception:  # whatever a foreign network raises
         return False
     return True
-
-
-def _is_constant(y: Tensor) -> bool:
-    return _equal(y, y[:1].expand_as(y))
 
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:

@@ -22,8 +22,8 @@ Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool]
 #: inside, of relative positions for instance, do not map tokens, and a mixer's ``mlp_tokens`` sees all tokens at once.
 _TIMM_NAME = re.compile(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$")
 #: In torchvision and transformers, the ``mlp`` of a numbered block; there may be two towers, of images and of texts.
-_OTHER_NAME = re.compile(r"(?!(.*\.)?text_model\.)(.*[._])?\d+\.mlp")
-_BLOCK_NAME = re.compile(r"(?!(.*\.)?text_model\.)(.*[._])?\d+")
+_OTHER_NAME = re.compile(r"(?!(.*\.)?(text|language)_model\.)(.*[._])?\d+\.mlp")
+_BLOCK_NAME = re.compile(r"(?!(.*\.)?(text|language)_model\.)(.*[._])?\d+")
 
 
 def ffn_paths(model: nn.Module) -> list[str]:
@@ -38,7 +38,8 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
         model: any module.
         modules: which; by default those of timm, torchvision, Hugging Face transformers and
             ``nn.TransformerEncoderLayer`` that are known. A name may also be that of a block whose network is in
-            several modules: of an ``nn.TransformerEncoderLayer``, or one with ``intermediate`` and ``output``.
+            several modules: of an ``nn.TransformerEncoderLayer``, or one of transformers with ``intermediate`` and
+            ``output``.
 
     Raises:
         ValueError: if nothing has a name that is asked for, or what has it cannot become experts.
@@ -85,8 +86,10 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether this is a block whose feed-forward network is in several modules, or was."""
-    return isinstance(module, nn.TransformerEncoderLayer) or {"intermediate", "output"} <= module._modules.keys()
+    """Whether this is a block whose feed-forward network is in several modules, or was, which it calls as is known."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return type(module)._ff_block is nn.TransformerEncoderLayer._ff_block
+    return _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys()
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
@@ -105,7 +108,12 @@ def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
-    places = dict(_place_and_network(name, module) for name, module in _matching(model, modules).items())
+    matching = _matching(model, modules)
+    places = dict(_place_and_network(name, module) for name, module in matching.items())
+    for name in matching:
+        block = model.get_submodule(name.rpartition(".")[0])
+        if _is_block(block) and not isinstance(model.get_submodule(name), MoeMlp):
+            raise ValueError(f"modules names {name}, a part of the network of its block: name the block instead.")
     for path, network in places.items():
         outer = next((other for other in places if path.startswith(f"{other}.")), None)
         if outer is not None:
@@ -131,5 +139,11 @@ def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
             raise ValueError(f"modules names {missing[0]!r}, but this {type(model).__name__} has no module so called.")
         matching = {name: everything[name] for name in everything if name in names}
     if not matching:
-        raise ValueError(f"modules={modules!r} names no module of this {type(model).__name__}.")
+        some = next(
+            (name for name in everything if isinstance(modules, str) and modules in name), next(iter(everything))
+        )
+        raise ValueError(
+            f"modules={modules!r} names no module of this {type(model).__name__}. An expression must match a whole "
+            f"name, such as {some!r}."
+        )
     return matching

@@ -109,7 +109,7 @@ class ExpertCallback(Callback):
 
 
 def _put_back(module: Any, own: Any) -> None:
-    del module.training_step
+    vars(module).pop("training_step", None)
     if own is not None:
         module.training_step = own
 

@@ -253,9 +253,10 @@ def _warn_without_averaging(optimizer: Optimizer, args: Any, kwargs: Any) -> Non
         _warned.add(optimizer)
         _logger.warning(
             "EWA: nothing averages the experts that this optimizer trains, as their share rate asks for (those in "
-            f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), or pass "
-            "updates_per_epoch to timm's create_scheduler_v2. If you call average_experts_ yourself or want none, set "
-            "share_rate=0."
+            f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), pass "
+            "updates_per_epoch to timm's create_scheduler_v2, or give Hugging Face's Trainer or Lightning an "
+            "ExpertCallback of timm_moe.integrations. If you call average_experts_ yourself, want none, or train "
+            "adapters, set share_rate=0."
         )
     elif any(map(_is_flat, left_out)) and _has_flat_parameters(optimizer):
         _warned.add(optimizer)

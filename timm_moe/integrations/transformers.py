@@ -1,11 +1,12 @@
 """Hugging Face's Trainer: ``Trainer(callbacks=[ExpertCallback()])`` trains experts as timm's train.py does.
 
-A callback of transformers sees neither the loss before the backward pass nor a log before it is sent. ``compute_loss``
-and ``log`` of ``Trainer`` are therefore wrapped as this module is imported; a Trainer without an
+A callback of transformers sees neither the loss before the backward pass, nor a log before it is sent, nor the end of a
+run that fails. Methods of ``Trainer`` are therefore wrapped as this module is imported; a Trainer without an
 :class:`ExpertCallback` does what it did.
 """
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,13 @@ class ExpertCallback(TrainerCallback):
     def __init__(self) -> None:
         self.averaging: ExpertWeightAveraging | None = None
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if isinstance(kwargs["model"], PreTrainedModel):
-            kwargs["model"].register_load_state_dict_pre_hook(_take_saved_names)
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._stop()  # a run before this one may have failed
         self.averaging = start_averaging(kwargs["model"], kwargs["optimizer"], state.max_steps, state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """The run has ended, be it by an error."""
         if self.averaging is not None:
             self.averaging.remove()
         self.averaging = None
@@ -82,12 +74,23 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
         FileNotFoundError: if the folder holds no safetensors file.
         RuntimeError: if names or shapes are not those of the model.
     """
-    files = sorted(Path(folder).glob("model*.safetensors"))
-    if not files:
+    whole, index = Path(folder, "model.safetensors"), Path(folder, "model.safetensors.index.json")
+    if whole.is_file():
+        files = [whole]
+    elif index.is_file():
+        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [Path(folder, Path(part).name) for part in parts]
+    else:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
     state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
     _take_saved_names(model, state_dict)
-    model.load_state_dict(state_dict)
+    try:
+        model.load_state_dict(state_dict)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{folder} does not fit this {type(model).__name__}: convert it by the options with which it was saved. "
+            f"{error}"
+        ) from error
 
 
 def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> None:
@@ -121,7 +124,7 @@ def _with_router_losses(compute_loss: Any) -> Any:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         result = compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-        if _callback(self) is None:
+        if _callback(self) is None or not model.training:
             return result
         loss, *outputs = result if return_outputs else (result,)
         scale = 1 / self.current_gradient_accumulation_steps if _is_scaled(self, num_items_in_batch) else 1.0
@@ -151,5 +154,39 @@ def _with_statistics(log: Any) -> Any:
     return add_and_log
 
 
-Trainer.compute_loss = _with_router_losses(Trainer.compute_loss)  # type: ignore[method-assign]
-Trainer.log = _with_statistics(Trainer.log)  # type: ignore[method-assign]
+def _ending_what_began(train: Any) -> Any:
+    @functools.wraps(train)
+    def train_and_stop(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            callback = _callback(self)
+            if callback is not None:
+                callback.stop()
+
+    return train_and_stop
+
+
+def _taking_saved_names(load: Any) -> Any:
+    @functools.wraps(load)
+    def rename_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _callback(self) is None or not isinstance(self.model, PreTrainedModel):
+            return load(self, *args, **kwargs)
+        handle = self.model.register_load_state_dict_pre_hook(_take_saved_names)
+        try:
+            return load(self, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    return rename_and_load
+
+
+_WRAPPED = {
+    "compute_loss": _with_router_losses,
+    "log": _with_statistics,
+    "train": _ending_what_began,
+    "_load_from_checkpoint": _taking_saved_names,
+    "_load_best_model": _taking_saved_names,
+}
+for _name, _wrap in _WRAPPED.items():
+    setattr(Trainer, _name, _wrap(getattr(Trainer, _name)))

@@ -100,7 +100,7 @@ class MoeMlp(Experts):
                 "could begin anew."
             )
 
-    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs).
 
         Raises:
@@ -212,9 +212,9 @@ class SharedExpertMlp(MoeMlp):
         )
         return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in super().networks().items()}
 
-    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """As :class:`MoeMlp`; a routing is that of the routed experts."""
-        return self.shared(x) + super().forward(x, routing)
+        return self.shared(x) + super().forward(x, routing=routing)
 
 
 class EwaMlp(MoeMlp):
@@ -252,11 +252,11 @@ class EwaMlp(MoeMlp):
             raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
         self.eval_mode = eval_mode
 
-    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """As :class:`MoeMlp`; in eval mode the mean of the experts needs no routing."""
         if not self.training and self.eval_mode == "average":
             return self.run_mean(x)
-        return super().forward(x, routing)
+        return super().forward(x, routing=routing)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """As :class:`MoeMlp`; the mean of the experts, where it is evaluated, has weights of its own."""

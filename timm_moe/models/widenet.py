@@ -78,7 +78,7 @@ class RoutingGroup(nn.Sequential):
             z = block.norm2(x)
             if routing is None:
                 routing = block.mlp.router(z)
-            x = x + block.drop_path2(block.ls2(block.mlp(z, routing)))
+            x = x + block.drop_path2(block.ls2(block.mlp(z, routing=routing)))
         return x
 
 
