@@ -36,7 +36,7 @@ from .formats import (
 
 _logger = logging.getLogger(__name__)
 
-#: An adapter of PEFT.
+#: An adapter of PEFT, which transformers would put on any model in its folder.
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 #: Largest difference of an output, relative to the largest output, that the check of an export lets pass.
 TOLERANCE = 1e-4
@@ -379,7 +379,7 @@ def _write(model: nn.Module, layout: Format, folder: Path, target: Path) -> None
 
 
 def _names(folder: Path) -> list[str]:
-    """Of all files that make a model, config.json last; and of what must not stay beside them: transformers loads it."""
+    """Of all files that make a model, config.json last, and of what must not stay beside them."""
     return [*_ADAPTERS, *sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
 
 
