@@ -38,6 +38,8 @@ MODELS = {
 }
 OPEN = """
 import json, sys, torch, transformers
+
+pytestmark = [pytest.mark.ci]
 root, places = sys.argv[1], json.loads(sys.argv[2])
 for name, class_name in places.items():
     model, info = getattr(transformers, class_name).from_pretrained(f"{root}/{name}", output_loading_info=True)
@@ -89,7 +91,6 @@ class Tied(nn.Module):
 # --- transformers
 
 
-@pytest.mark.ci
 def test_from_pretrained_gives_the_model_back_without_this_package(transformers, tmp_path):
     expected = {}
     for kind in MODELS:
@@ -120,7 +121,6 @@ def test_from_pretrained_gives_the_model_back_without_this_package(transformers,
     assert modes == {(tmp_path / "vit/config.json").stat().st_mode}
 
 
-@pytest.mark.ci
 def test_a_pipeline_takes_the_folder_and_an_image_processor(transformers, tmp_path):
     model = with_experts(of_transformers(transformers, "vit"))
     export_dense(model, tmp_path / "vit")

@@ -1,9 +1,11 @@
-"""Trainer, Lightning and PEFT in brief; test_trainer.py, test_lightning.py and test_peft.py have the rest, for CI."""
+"""Other libraries in brief; test_trainer.py, test_lightning.py, test_foreign_export.py, test_peft.py have more, for CI."""
 
 import pytest
 import timm
 import torch
+import torchvision
 from conftest import SMALL_VIT
+from safetensors.torch import load_file
 from torch import nn
 
 import timm_moe
@@ -80,6 +82,25 @@ def test_lightning(router, tmp_path):
     trainer.fit(module, torch.utils.data.DataLoader(Images(), 8))
     assert spread(module) < 1e-6
     assert trainer.callback_metrics["ewa/share_rate"] == 0.75
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torchvision"])
+def test_export(kind, tmp_path, images):
+    if kind == "torchvision":
+        dense = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5)
+    else:
+        transformers = pytest.importorskip("transformers")
+        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
+        dense = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**sizes, mlp_ratio=2))
+    model = timm_moe.convert_to_moe(dense, expert_init="independent").eval()
+    folder = timm_moe.export_dense(model, tmp_path / "dense").path
+    if kind == "torchvision":
+        loaded = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5)
+        loaded.load_state_dict(load_file(folder / "model.safetensors"))
+        assert torch.equal(loaded.eval()(images), model(images))
+    else:
+        loaded = type(dense).from_pretrained(folder)
+        assert torch.equal(loaded(images).logits, model(images).logits)
 
 
 def test_peft(images):
