@@ -1,4 +1,4 @@
-"""Other libraries in brief; test_trainer.py, test_lightning.py, test_foreign_export.py, test_peft.py have more, for CI."""
+"""Other libraries in brief; their own files, as test_trainer.py and test_foreign_export.py, have more, for CI."""
 
 import pytest
 import timm
