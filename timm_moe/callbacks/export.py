@@ -159,7 +159,7 @@ def export_dense(
         del model  # for little memory: not alive beside what is loaded, unless the caller holds it
         dense = layout.read(folder)
         difference = _compare(expected, dense, inputs)
-        publish(folder, target, _names(folder))
+        publish(folder, target, _names(folder, target))
     return Export(target, layout.architecture(dense), parameters(dense), difference, exact, layout.library)
 
 
@@ -378,9 +378,10 @@ def _write(model: nn.Module, layout: Format, folder: Path, target: Path) -> None
         raise OSError(f"{target} could not be written: {error}") from error
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: Path, target: Path) -> list[str]:
     """Of all files that make a model, config.json last, and of what must not stay beside them."""
-    return [*_ADAPTERS, *sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
+    stale = [name for name in _ADAPTERS if (target / name).exists()]
+    return [*stale, *sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
 
 
 def _inputs(model: nn.Module, layout: Format, example_inputs: Any) -> Any:
