@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 @cache
 def _zygote(modules, autoload):
-    env = {**os.environ, "TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", _ZYGOTE, *modules], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from foreign_loop import Classifier, lightning_classifier
 from own_model import OwnModel
 from processes import run_code
 from torch import nn
@@ -63,7 +64,8 @@ for folder, kind in json.loads(sys.argv[1]):
         model = transformers.AutoModelForImageClassification.from_pretrained(folder)
     else:
         import torchvision
-        from own_model import OwnModel
+        from foreign_loop import Classifier, lightning_classifier
+from own_model import OwnModel
         from safetensors.torch import load_file
         build = torchvision.models.VisionTransformer
         model = OwnModel() if kind == "own model" else build(8, 2, 2, 2, 32, 64, num_classes=10)
@@ -90,19 +92,6 @@ class Digits(Dataset):
         return {"pixel_values": self.images[index], "labels": self.labels[index]}
 
 
-class Classifier(nn.Module):
-    """What Trainer and Lightning ask of a model, around one that maps images to logits."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values, labels=None):
-        outputs = self.model(pixel_values)
-        logits = getattr(outputs, "logits", outputs)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
 def make(kind, router):
     torch.manual_seed(0)
     return MODELS[kind](router)
@@ -121,18 +110,6 @@ def by_trainer(model, folder, resume):
     trainer.train(resume_from_checkpoint=str(folder / "whole/checkpoint-2") if resume else None)
 
 
-class LightningClassifier(lightning.LightningModule):
-    def __init__(self, model):
-        super().__init__()
-        self.classifier = Classifier(model)
-
-    def training_step(self, batch, batch_idx):
-        return self.classifier(**batch)["loss"]
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def by_lightning(model, folder, resume):
     torch.manual_seed(1)
     keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
@@ -146,7 +123,7 @@ def by_lightning(model, folder, resume):
         **quiet,
     )
     loader = DataLoader(Digits(), 12, shuffle=True)
-    trainer.fit(LightningClassifier(model), loader, ckpt_path=folder / "epoch=0.ckpt" if resume else None)
+    trainer.fit(lightning_classifier(model), loader, ckpt_path=folder / "epoch=0.ckpt" if resume else None)
 
 
 def by_own_loop(model, folder, resume):

@@ -1,6 +1,7 @@
 """Publishing on a Hub: the real client of huggingface_hub against a server on the loopback."""
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -316,23 +317,25 @@ def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, 
 
 
 PRETRAINED = {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}
+IN_DEFAULT_SUITE = [("vit_tiny_ewa_moe", "pretrained", "average"), ("vit_tiny_moe", "nothing", "sum")]
+STATED = {
+    "nothing": {},
+    "pretrained": PRETRAINED,
+    "a checkpoint": {"initial_checkpoint": "/a/b.pth"},
+    "both": {**PRETRAINED, "initial_checkpoint": "/a/b"},
+}
 
 
 @pytest.mark.parametrize(
     ("name", "stated", "method"),
     [
-        ("vit_tiny_ewa_moe", PRETRAINED, "average"),
-        ("vit_tiny_moe", {}, "sum"),
-        pytest.param("vit_tiny_ewa_moe", {}, "sum", marks=pytest.mark.ci),
-        pytest.param("vit_tiny_ewa_moe", {"initial_checkpoint": "/a/b.pth"}, "average", marks=pytest.mark.ci),
-        pytest.param("vit_tiny_ewa_moe", {**PRETRAINED, "initial_checkpoint": "/a/b"}, "sum", marks=pytest.mark.ci),
-        pytest.param("vit_tiny_moe", PRETRAINED, "average", marks=pytest.mark.ci),
-        pytest.param("vit_tiny_moe", {"initial_checkpoint": "/a/b.pth"}, "sum", marks=pytest.mark.ci),
+        pytest.param(*case, marks=() if case in IN_DEFAULT_SUITE else pytest.mark.ci)
+        for case in itertools.product(("vit_tiny_ewa_moe", "vit_tiny_moe"), STATED, ("average", "sum"))
     ],
 )
 def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name, stated, method):
     content = torch.load(checkpoints[name], weights_only=False)
-    vars(content["args"]).update(stated)
+    vars(content["args"]).update(STATED[stated])
     torch.save(content, tmp_path / "last.pth.tar")
     summary = (checkpoints[name].parent / "summary.csv").read_bytes()
     (tmp_path / "summary.csv").write_bytes(summary)

@@ -5,8 +5,8 @@ import timm
 import torch
 import torchvision
 from conftest import SMALL_VIT
+from foreign_loop import Classifier, lightning_classifier, spread
 from safetensors.torch import load_file
-from torch import nn
 
 import timm_moe
 
@@ -20,23 +20,11 @@ class Images(torch.utils.data.Dataset):
         return {"pixel_values": pixels, "labels": index % 5}
 
 
-class Classifier(nn.Module):
-    def __init__(self, router):
-        super().__init__()
-        torch.manual_seed(0)
-        dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-        self.model = timm_moe.convert_to_moe(
-            dense, router=router, expert_init="independent", share_rate=0.75, share_schedule="linear"
-        )
-
-    def forward(self, pixel_values, labels):
-        logits = self.model(pixel_values)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def spread(model):
-    layers = timm_moe.moe_layers(model).values()
-    return max((w - w.mean(0)).abs().max().item() for layer in layers for _, w in layer.named_expert_parameters())
+def classifier(router):
+    torch.manual_seed(0)
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    options = dict(expert_init="independent", share_rate=0.75, share_schedule="linear")
+    return timm_moe.convert_to_moe(dense, router=router, **options)
 
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
@@ -49,7 +37,7 @@ def test_trainer(router, tmp_path):
         str(tmp_path), max_steps=2, per_device_train_batch_size=8, logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
-    model = Classifier(router)
+    model = Classifier(classifier(router))
     trainer = transformers.Trainer(model, args, train_dataset=Images(), callbacks=[ExpertCallback()])
     trainer.train()
     assert spread(model) < 1e-6
@@ -63,18 +51,7 @@ def test_lightning(router, tmp_path):
     lightning = pytest.importorskip("lightning")
     from timm_moe.integrations.lightning import ExpertCallback
 
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.classifier = Classifier(router)
-
-        def training_step(self, batch, batch_idx):
-            return self.classifier(**batch)["loss"]
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    module = Module()
+    module = lightning_classifier(classifier(router))
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[ExpertCallback()],

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from conftest import SMALL_VIT
+from foreign_loop import spread
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -66,11 +67,6 @@ def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, c
         model, args, train_dataset=Images(), eval_dataset=Images(), callbacks=callbacks,
         compute_loss_func=compute_loss_func, model_init=model_init,
     )  # fmt: skip
-
-
-def spread(model):
-    layers = timm_moe.moe_layers(model).values()
-    return max((w - w.mean(0)).abs().max().item() for layer in layers for _, w in layer.named_expert_parameters())
 
 
 MODELS = {

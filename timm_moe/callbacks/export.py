@@ -126,19 +126,16 @@ def export_dense(
     target, model = _open(source, output_dir, spec, use_ema, overwrite)
     _require_finite(model, allow_nonfinite)
     exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
-    if is_of_timm(model):
-        labels = stated_labels(model, label_names, label_descriptions)
-    else:
-        _refuse(model, model_args=model_args, label_descriptions=label_descriptions)
     history = find_history(source, model, use_ema)
     if moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)
     if isinstance(source, nn.Module):
         model = copy_sharing_tensors(model)  # it becomes dense below, the caller's does not
     if is_of_timm(model):
-        _describe(model, license or _license(source, model, history))
-        layout: Format = TimmFormat(model_args, {**labels, ENTRY: history.to_config()})
+        labels = stated_labels(model, label_names, label_descriptions)
+        layout: Format = _timm_format(model, model_args, labels, license or _license(source, model, history), history)
     else:
+        _refuse(model, model_args=model_args, label_descriptions=label_descriptions)
         layout = _foreign_format(model, label_names, license, history)
     inputs = _inputs(model, layout, example_inputs)
     if moe_layers(model) and not exact:
@@ -215,10 +212,9 @@ def export_moe(
             "registered model of timm_moe and load the weights into it."
         )
     _require_finite(model, allow_nonfinite)
-    labels = stated_labels(model, label_names, label_descriptions)
     history = find_history(source, model, use_ema)
-    _describe(model, license or _license(source, model, history))
-    layout = TimmFormat(model_args, {**labels, ENTRY: history.to_config()})
+    labels = stated_labels(model, label_names, label_descriptions)
+    layout = _timm_format(model, model_args, labels, license or _license(source, model, history), history)
     inputs = _inputs(model, layout, None)
     expected = _outputs(model, inputs)
     _require_finite_outputs(expected, allow_nonfinite)
@@ -352,12 +348,19 @@ def _license(source: nn.Module | str | Path, model: nn.Module, history: History)
     return get_pretrained_cfg(model).get("license") if in_config or history.base else None
 
 
-def _describe(model: nn.Module, license: str | None) -> None:
-    """State the model's own input size, classes and license in the config that is saved with it."""
+def _timm_format(
+    model: nn.Module,
+    model_args: dict[str, Any] | None,
+    labels: dict[str, Any],
+    license: str | None,
+    history: History,
+) -> TimmFormat:
+    """timm's format of a model whose own config now states its input size, classes and license."""
     stock = ("tag", "license", "label_names", "label_descriptions")  # of weights that these are no longer
     cfg = {name: value for name, value in get_pretrained_cfg(model).items() if name not in stock}
     current = {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
     set_pretrained_cfg(model, {**cfg, **current, **({"license": license} if license else {})})
+    return TimmFormat(model_args, {**labels, ENTRY: history.to_config()})
 
 
 @contextmanager

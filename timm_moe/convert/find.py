@@ -54,14 +54,17 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, MoeMlp) or (_TIMM_NAME.search(name) and _acts_on_each_token(module)):
             found[name] = module
             continue
+        if not _is_of_another_library(name, module):
+            continue
         path, network = _place_and_network(name, module)
-        if _is_of_another_library(name, module) and not isinstance(network, MoeMlp):
-            try:
-                check_network(model, path, network)
-            except ValueError as error:
-                refused.append(str(error))
-            else:
-                found[path] = network
+        if isinstance(network, MoeMlp):
+            continue  # found under its own name
+        try:
+            check_network(model, path, network)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            found[path] = network
     if refused:
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         _logger.warning("Left as it is: %s%s", refused[0].rstrip("."), f"{more}.")
@@ -140,7 +143,7 @@ def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
         matching = {name: everything[name] for name in everything if name in names}
     if not matching:
         some = next(
-            (name for name in everything if isinstance(modules, str) and modules in name), next(iter(everything))
+            (name for name in everything if isinstance(modules, str) and modules in name), next(iter(everything), "")
         )
         raise ValueError(
             f"modules={modules!r} names no module of this {type(model).__name__}. An expression must match a whole "

@@ -25,7 +25,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask, TrainingTask
-from timm.utils import adaptive_clip_grad, unwrap_model
+from timm.utils import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -38,7 +38,7 @@ from ..callbacks.averaging import (
     layers_of_trained_experts,
     living_layers,
 )
-from ..convert.blocks import expert_parameters, sharing
+from ..convert.blocks import expert_parameters, sharing, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp, WeakRegistry
 
 _logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def _with_member_loss(init: Any) -> Any:
     def init_and_wrap(self: ClassificationTask, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         if _is_ensemble(model) and getattr(self, "multi_label", False):
             raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(unwrap_model(model)).__name__}: its "
+                f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(model)).__name__}: its "
                 "members' probabilities are those of one class for each image."
             )
         init(self, model, *args, **kwargs)
@@ -205,7 +205,7 @@ def _without_members(init: Any) -> Any:
     def refuse_or_init(self: TrainingTask, student_model: nn.Module, *args: Any, **kwargs: Any) -> None:
         if _is_ensemble(student_model):
             raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(unwrap_model(student_model)).__name__}: "
+                f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(student_model)).__name__}: "
                 "a teacher's outputs are not compared with each member's. It can be the teacher."
             )
         init(self, student_model, *args, **kwargs)
@@ -214,7 +214,7 @@ def _without_members(init: Any) -> Any:
 
 
 def _is_ensemble(model: nn.Module) -> bool:
-    return hasattr(unwrap_model(model), "forward_members")
+    return hasattr(unwrapped(model), "forward_members")
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:

@@ -18,16 +18,11 @@ from ..callbacks.loop import add_router_losses, expert_statistics, start_averagi
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.core_model_loading import revert_weight_conversion
 except ImportError as error:
     raise ImportError(
-        "timm_moe.integrations.transformers needs transformers and accelerate: pip install 'timm_moe[transformers]'."
+        "timm_moe.integrations.transformers needs transformers 5 and accelerate: pip install 'timm_moe[transformers]'."
     ) from error
-
-
-try:
-    from transformers.core_model_loading import revert_weight_conversion
-except ImportError:  # transformers 4 writes the names that it reads
-    revert_weight_conversion = None  # type: ignore[assignment]
 
 
 class ExpertCallback(TrainerCallback):
@@ -99,8 +94,6 @@ def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> 
     It writes some architectures, as ViT, by the names of earlier versions. ``from_pretrained`` knows them, but the
     resumption of a Trainer does not: it loads what has the same name, and only warns of the rest.
     """
-    if revert_weight_conversion is None:
-        return
     own = model.state_dict()
     names = {id(tensor): name for name, tensor in own.items()}
     for saved, tensor in revert_weight_conversion(model, own).items():
