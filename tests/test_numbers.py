@@ -134,8 +134,8 @@ def test_agreement_is_rounding_or_cutting_off(printed, floor, value, agrees):
 
 def test_training_flops_are_those_of_a_forward_and_a_backward():
     options = dict(img_size=384, top_k=2, capacity_factor=1.5)
+    model = weightless_model("vmoe_s32", **options)
     with FlopCounterMode(display=False) as counter:
-        model = weightless_model("vmoe_s32", **options)
         model(torch.empty(64, 3, 384, 384, device="meta")).sum().backward()
     assert training_flops(weightless_model("vmoe_s32", **options)) == counter.get_total_flops() / 64
 

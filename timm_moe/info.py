@@ -1,6 +1,7 @@
 """What a model has: parameters in all and for a token, and what an image costs."""
 
 import difflib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,13 +176,12 @@ def evaluation_cost(model: nn.Module) -> Cost:
     """Cost of evaluating one image, where routed experts take every token K times.
 
     Args:
-        model: on the meta device; its routers are changed, it is left in eval mode.
+        model: on the meta device; it is left in eval mode.
     """
-    batch = 1
-    for layer in moe_layers(model).values():
-        layer.routed_by.share_evenly()
-        batch = layer.num_experts  # so that each expert takes exactly its share
-    return _forward_cost(model.eval(), batch)
+    with ExitStack() as stack:
+        for layer in moe_layers(model).values():
+            stack.enter_context(layer.routed_by.dropping_nothing())
+        return _forward_cost(model.eval(), batch=1)
 
 
 def training_flops(model: nn.Module) -> float:

@@ -133,9 +133,8 @@ def _watched(layers: Mapping[str, MoeMlp]) -> Iterator[list[tuple[str, Routing]]
 
 def _count_choices(routing: Routing, images: int) -> Tensor:
     """(I, E) choices of each image for each expert; the rows of an image stand together."""
-    end_E = torch.tensor(routing.sizes, device=routing.place.device).cumsum(0)
-    expert_IN = torch.searchsorted(end_E, routing.place.contiguous(), right=True).reshape(images, -1)
-    count_IE = expert_IN.new_zeros(images, len(routing.sizes))
+    expert_IN = routing.experts().reshape(images, -1)
+    count_IE = expert_IN.new_zeros(images, len(routing.ends))
     return count_IE.scatter_add_(1, expert_IN, torch.ones_like(expert_IN)).int().cpu()
 
 

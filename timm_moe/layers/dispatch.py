@@ -4,7 +4,7 @@ Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +18,25 @@ ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": roun
 class Routing(NamedTuple):
     """Which rows each expert gets, and how its outputs come back.
 
+    Its shapes tell nothing of the choices, so nobody has to wait for them.
+
     Attributes:
         order: (N,) the row that stands at each place of the experts' input; first those of expert 0, then of expert 1,
-            ... A row stands there as often as it is kept by an expert.
-        sizes: number of places of each expert, E integers that sum to N.
-        place: (T, K) where in ``order`` each choice of a row stands; N for one that was dropped.
-        weight: (T, K) factor of each choice's output; None for all ones, if nothing was dropped.
+            ... A row stands there as often as it is kept by an expert. Places after those of the last expert hold any
+            row; what comes of them is not used.
+        ends: (E,) where the places of each expert end.
+        place: (T, K) where in ``order`` each choice of a row stands; at or after ``ends[-1]`` for one that was dropped.
+        weight: (T, K) factor of each choice's output, zero for one that was dropped; None for all ones.
     """
 
     order: Tensor
-    sizes: list[int]
+    ends: Tensor
     place: Tensor
     weight: Tensor | None
+
+    def experts(self) -> Tensor:
+        """(T, K) the expert of each choice, E for one that was dropped."""
+        return (self.place.unsqueeze(-1) >= self.ends).sum(-1)
 
 
 class Queue(NamedTuple):
@@ -101,52 +108,68 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     return Queue(rank_GSK, length_GE)
 
 
-def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -> Routing:
-    """Give each choice that is within the capacity its place at its expert.
+def dropped(line: Queue, capacity: int | None) -> Tensor:
+    """() number of choices that are beyond the capacity, None for none."""
+    beyond_GE = line.length_GE.new_zeros(()) if capacity is None else (line.length_GE - capacity).clamp(min=0)
+    return beyond_GE.sum()
 
-    In eager mode the places are exactly the rows that are kept; reading their number waits for the device. Under
-    torch.compile or a trace, and on the meta device, every expert has ``capacity`` places in each group, used or not,
-    so that all shapes are known beforehand. What comes back from the experts is the same.
+
+def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int | None) -> Routing:
+    """Give each choice that is within the capacity its place at its expert.
 
     Args:
         expert_GSK: chosen experts.
         weight_GSK: their weights.
         line: from :func:`queue`.
-        capacity: choices that an expert takes of each group; rows of a group for all.
+        capacity: choices that an expert takes of each group; None for all.
     """
-    groups, rows, _ = expert_GSK.shape
+    groups, rows, choices = expert_GSK.shape
     num_experts = line.length_GE.shape[1]
-    if _needs_fixed_shapes(expert_GSK):
-        places_EG = torch.full_like(line.length_GE.T, capacity)
-        sizes = [groups * capacity] * num_experts
-    else:
-        places_EG = line.length_GE.T.clamp(max=capacity)
-        sizes = places_EG.sum(1).tolist()
-    start_EG = (places_EG.flatten().cumsum(0) - places_EG.flatten()).view(num_experts, groups)
-    start_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK)
-    place_GSK = torch.where(line.rank_GSK < capacity, start_GSK + line.rank_GSK, sum(sizes))
+    kept_EG = line.length_GE.T
+    places = groups * rows * choices
+    if capacity is not None:
+        kept_EG = kept_EG.clamp(max=capacity)
+        places = _places(expert_GSK, groups * num_experts * capacity)
+    start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
+    place_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
+    if capacity is not None:
+        is_kept_GSK = line.rank_GSK < capacity
+        place_GSK = torch.where(is_kept_GSK, place_GSK, places - 1)  # a free one, if anything is dropped
+        weight_GSK = torch.where(is_kept_GSK, weight_GSK, 0)
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
-    # What is dropped meets in one more place, which is cut off.
-    order = row_GSK.new_zeros(sum(sizes) + 1).scatter_(0, place_GSK.flatten(), row_GSK.flatten())[:-1]
-    return Routing(order, sizes, place_GSK.flatten(0, 1), weight_GSK.flatten(0, 1))
+    order = row_GSK.new_zeros(places).scatter_(0, place_GSK.flatten(), row_GSK.flatten())
+    return Routing(order, kept_EG.sum(1).cumsum(0), place_GSK.flatten(0, 1), weight_GSK.flatten(0, 1))
 
 
-def _needs_fixed_shapes(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta
+def _places(expert_GSK: Tensor, allowed: int) -> int:
+    """One for each choice; in eager mode, if those are fewer, one for each that the capacities allow and one more.
+
+    On the meta device, where costs are counted, all that they allow, used or not, as in V-MoE's implementation.
+    """
+    if expert_GSK.is_meta:
+        return allowed
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return expert_GSK.numel()
+    return min(expert_GSK.numel(), allowed + 1)
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
-    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``, zero at a place without use."""
-    if not _needs_fixed_shapes(x_TD):
-        if not torch.is_grad_enabled():
-            return x_TD.index_select(0, routing.order)
-        may_drop = routing.weight is not None
-        return _Dispatch.apply(x_TD, routing.order, routing.place, may_drop)
-    # What compiles well; and torch 2.6 compiles the backward of an index_select that repeats rows wrongly for CPUs.
-    choices = routing.place.shape[1]
-    source = x_TD.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x_TD.shape[1])
-    places = x_TD.new_zeros(routing.order.shape[0] + 1, x_TD.shape[1])  # the last is for what is dropped
-    return places.index_copy(0, routing.place.flatten(), source)[:-1]
+    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``."""
+    if not torch.is_grad_enabled():
+        return x_TD.index_select(0, routing.order)
+    return _function(_Dispatch)(x_TD, routing.order, routing.place)
+
+
+def combine(y_ND: Tensor, routing: Routing) -> Tensor:
+    """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept.
+
+    Args:
+        y_ND: outputs, in the order of ``routing.order``.
+        routing: as the rows were dispatched.
+    """
+    if not torch.is_grad_enabled():
+        return _weighted_sum(y_ND, routing.place, routing.weight)
+    return _function(_Combine)(y_ND, routing.order, routing.place, routing.weight)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -156,25 +179,64 @@ class _Dispatch(torch.autograd.Function):
     changes from run to run.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor, may_drop: bool) -> Tensor:
+    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor) -> Tensor:
         return x_TD.index_select(0, order)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-        _, order, place_TK, ctx.may_drop = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        _, order, place_TK = inputs
         ctx.save_for_backward(place_TK)
         ctx.save_for_forward(order)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
         (place_TK,) = ctx.saved_tensors
-        if ctx.may_drop:  # one more row for what was dropped
-            grad_ND = torch.cat([grad_ND, grad_ND.new_zeros(1, grad_ND.shape[1])])
-        choices = [grad_ND.index_select(0, place) for place in place_TK.unbind(1)]
-        return sum(choices[1:], start=choices[0]), None, None, None
+        return _weighted_sum(grad_ND, place_TK, None), None, None
+
+
+def _weighted_sum(y_ND: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    choices = [y_ND.index_select(0, place) for place in place_TK.unbind(1)]
+    if weight_TK is not None:
+        weights = weight_TK.to(y_ND.dtype).unsqueeze(2).unbind(1)
+        choices = [weight * choice for weight, choice in zip(weights, choices, strict=True)]
+    return sum(choices[1:], start=choices[0])
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum, with a backward that picks by ``order``; see :class:`_Dispatch` for why."""
+
+    @staticmethod
+    def forward(y_ND: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+        return _weighted_sum(y_ND, place_TK, weight_TK)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        y_ND, order, place_TK, weight_TK = inputs
+        ctx.has_weight = weight_TK is not None
+        kept = (place_TK, weight_TK) if ctx.has_weight else ()
+        ctx.save_for_backward(order, *kept, *([y_ND] if ctx.has_weight and ctx.needs_input_grad[3] else []))
+        ctx.save_for_forward(y_ND, place_TK, weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        order, *kept = ctx.saved_tensors
+        grad_ND = grad_TD.index_select(0, order)
+        if not ctx.has_weight:
+            return grad_ND, None, None, None
+        place_TK, weight_TK, *outputs = kept
+        weight_N = weight_TK.new_zeros(order.shape[0]).scatter(0, place_TK.flatten(), weight_TK.flatten())
+        grad_weight_TK = None
+        if outputs:
+            grad_weight_TK = (grad_ND * outputs[0]).sum(1)[place_TK].to(weight_TK.dtype)
+        return grad_ND * weight_N.to(grad_TD.dtype).unsqueeze(1), None, None, grad_weight_TK
+
+
+# What torch.compile does not know and torch.func needs.
+
+
+class _DispatchForFunc(_Dispatch):
+    generate_vmap_rule = True
 
     @staticmethod
     def jvp(ctx: Any, tangent_TD: Tensor, *_: Any) -> Tensor:
@@ -182,65 +244,22 @@ class _Dispatch(torch.autograd.Function):
         return tangent_TD.index_select(0, order)
 
 
-def combine(outputs: list[Tensor], routing: Routing) -> Tensor:
-    """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept.
-
-    Args:
-        outputs: of each expert, in the order of ``routing.order``.
-        routing: as the rows were dispatched.
-    """
-    if torch.is_grad_enabled() and not _needs_fixed_shapes(outputs[0]):
-        return _Combine.apply(routing.order, routing.place, routing.weight, *outputs)
-    return _weighted_sum(outputs, routing.place, routing.weight)
-
-
-def _weighted_sum(outputs: Sequence[Tensor], place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    if weight_TK is None:
-        return torch.cat(list(outputs)).index_select(0, place_TK[:, 0])
-    y_ND = torch.cat([*outputs, outputs[0].new_zeros(1, outputs[0].shape[1])])  # the last is what was dropped
-    weights = weight_TK.to(y_ND.dtype).unsqueeze(2).unbind(1)
-    choices = [weight * y_ND.index_select(0, place) for weight, place in zip(weights, place_TK.unbind(1), strict=True)]
-    return sum(choices[1:], start=choices[0])
-
-
-class _Combine(torch.autograd.Function):
-    """The weighted sum, with a backward that picks by ``order``; see :class:`_Dispatch` for why."""
-
+class _CombineForFunc(_Combine):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(order: Tensor, place_TK: Tensor, weight_TK: Tensor | None, *outputs: Tensor) -> Tensor:
-        return _weighted_sum(outputs, place_TK, weight_TK)
+    def jvp(ctx: Any, tangent_ND: Tensor | None, _order: Any, _place: Any, tangent_TK: Tensor | None) -> Tensor:
+        y_ND, place_TK, weight_TK = ctx.saved_tensors
+        parts = []
+        if tangent_ND is not None:
+            parts.append(_weighted_sum(tangent_ND, place_TK, weight_TK))
+        if tangent_TK is not None:
+            parts.append(_weighted_sum(y_ND, place_TK, tangent_TK))
+        return sum(parts[1:], start=parts[0])
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        order, place_TK, weight_TK, *outputs = inputs
-        ctx.sizes = [rows.shape[0] for rows in outputs]
-        kept = [] if weight_TK is None else [place_TK, weight_TK]
-        if weight_TK is not None and ctx.needs_input_grad[2]:
-            kept += outputs
-        ctx.save_for_backward(order, *kept)
-        ctx.save_for_forward(place_TK, weight_TK, *outputs)
 
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        order, *kept = ctx.saved_tensors
-        grads = grad_TD.index_select(0, order).split(ctx.sizes)
-        if not kept:
-            return None, None, None, *grads
-        place_TK, weight_TK, *outputs = kept
-        places = sum(ctx.sizes)
-        weight_N = weight_TK.new_zeros(places + 1).scatter(0, place_TK.flatten(), weight_TK.flatten())
-        weights = weight_N[:places].to(grad_TD.dtype).unsqueeze(1).split(ctx.sizes)
-        grad_weight_TK = None
-        if ctx.needs_input_grad[2]:
-            products = [(grad * rows).sum(1) for grad, rows in zip(grads, outputs, strict=True)]
-            grad_weight_N = torch.cat([*products, products[0].new_zeros(1)])
-            grad_weight_TK = grad_weight_N[place_TK].to(weight_TK.dtype)
-        return None, None, grad_weight_TK, *(grad * weight for grad, weight in zip(grads, weights, strict=True))
+_FOR_FUNC: dict[type, Any] = {_Dispatch: _DispatchForFunc, _Combine: _CombineForFunc}
 
-    @staticmethod
-    def jvp(ctx: Any, _order: Any, _place: Any, tangent_TK: Tensor | None, *tangents: Tensor) -> Tensor:
-        place_TK, weight_TK, *outputs = ctx.saved_tensors
-        tangent = _weighted_sum(tangents, place_TK, weight_TK)
-        return tangent if tangent_TK is None else tangent + _weighted_sum(outputs, place_TK, tangent_TK)
+
+def _function(function: Any) -> Callable[..., Tensor]:
+    return (function if torch.compiler.is_compiling() else _FOR_FUNC[function]).apply

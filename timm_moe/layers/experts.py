@@ -4,13 +4,16 @@ Shape suffixes: N rows at the experts, D width, E experts.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from .grouped import sizes_of_runs
+from .grouped_network import grouped_form, grouped_paths
 
 EXPERT_INITS = ("same", "independent")
 
@@ -68,6 +71,7 @@ class Experts(StackedParameters):
     """
 
     _ffn: nn.Module
+    _grouped: nn.Module | None
 
     def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same", dropout: float | None = None):
         super().__init__(num_experts)
@@ -87,6 +91,7 @@ class Experts(StackedParameters):
         object.__setattr__(self, "_ffn", _without_weights(ffn))
         #: Rates of the dropouts of the dense network, where the experts have another.
         self._dense_rates: dict[str, float] = {}
+        object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         if dropout is not None:
             self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
             _set_dropout(self._ffn, dropout)
@@ -143,28 +148,42 @@ class Experts(StackedParameters):
                 "would be left out: merge first, model = model.merge_and_unload()."
             )
 
-    def run(self, x_ND: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Apply expert e to the e-th run of rows.
+    def run(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
+        """Apply each expert to its run of rows.
 
         Args:
             x_ND: rows in expert order.
-            sizes: rows for each expert, E integers that sum to N; an expert without rows still takes part in the
-                graph, so that its gradient is zero and not missing (data-parallel training relies on it).
+            end_E: where the run of each expert ends. All experts take part in the graph, so that the gradient of one
+                without rows is zero and not missing (data-parallel training relies on it).
 
         Returns:
-            The output of each expert, without a graph of each that has rows.
+            (N, width of the outputs), zero after the last run.
         """
-        with_graph = torch.is_grad_enabled() or torch.jit.is_tracing()  # torch checks a trace by one without gradients
+        if self._grouped is None:
+            return self._run_in_turn(x_ND, end_E)
+        ends = {f"{path}.end": end_E for path in grouped_paths(self._grouped)}
+        return _call(self._grouped, {**dict(self.expert_weights()), **ends}, x_ND)
+
+    def _run_in_turn(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
+        """One expert after the other, for networks of which there is no grouped form."""
+        sizes = sizes_of_runs(end_E, x_ND)
+        *runs, rest = x_ND.split(sizes)
+        outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
+        return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
+
+    def each(self) -> list[Callable[[Tensor], Tensor]]:
+        """The experts, each a function of rows (..., D)."""
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
-        per_expert = {
-            name: _autocast(stacked).unbind(0) if with_graph else stacked for name, stacked in self.expert_weights()
-        }
-        all_take_part = with_graph or not any(sizes)
+        per_expert = {name: _autocast(stacked).unbind(0) for name, stacked in self.expert_weights()}
         return [
-            _call(self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, rows)
-            for expert, rows in enumerate(x_ND.split(list(sizes)))
-            if sizes[expert] or all_take_part
+            partial(_call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
+            for expert in range(self.num_experts)
         ]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether the network runs once over the rows of all experts."""
+        return self._grouped is not None
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
@@ -204,7 +223,9 @@ class Experts(StackedParameters):
     reset_parameters = init_weights
 
     def train(self, mode: bool = True) -> "Experts":
-        self._ffn.train(mode)  # dropout inside the experts
+        for structure in (self._ffn, self._grouped):  # dropout inside the experts
+            if structure is not None:
+                structure.train(mode)
         return super().train(mode)
 
     def extra_repr(self) -> str:
@@ -260,24 +281,25 @@ def _set_dropout(ffn: nn.Module, rate: float) -> None:
         dropout.p = float(rate)
 
 
-def _call(ffn: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Run ``ffn`` with ``weights`` in the place of its own.
+def _call(ffn: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Run ``ffn`` with parameters and buffers in the place of its own.
 
-    torch.compile follows functional_call; elsewhere a shallow copy takes the weights, because functional_call changes
-    the module for the time of the call, which neither threads (nn.DataParallel) nor torch.jit.trace bear.
+    torch.compile follows functional_call; elsewhere a shallow copy takes them, because functional_call changes the
+    module for the time of the call, which neither threads (nn.DataParallel) nor torch.jit.trace bear.
     """
     if torch.compiler.is_compiling():
-        return functional_call(ffn, weights, (x,))
-    return _with_weights(ffn, weights)(x)
+        return functional_call(ffn, tensors, (x,))
+    return _with_tensors(ffn, tensors)(x)
 
 
-def _with_weights(module: nn.Module, weights: dict[str, Tensor], prefix: str = "") -> nn.Module:
+def _with_tensors(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> nn.Module:
     copied = module.__class__.__new__(module.__class__)
     copied.__dict__.update(
         module.__dict__,
-        _parameters={name: weights.get(prefix + name) for name in module._parameters},
+        _parameters={name: tensors.get(prefix + name) for name in module._parameters},
+        _buffers={name: tensors.get(prefix + name) for name in module._buffers},
         _modules={
-            name: child and _with_weights(child, weights, f"{prefix}{name}.") for name, child in module._modules.items()
+            name: child and _with_tensors(child, tensors, f"{prefix}{name}.") for name, child in module._modules.items()
         },
     )
     return copied

@@ -1,6 +1,7 @@
 """The expert layers that take the place of a transformer block's feed-forward network."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -115,9 +116,24 @@ class MoeMlp(Experts):
         self._require_own_router()
         if routing is None:
             routing = self.router(x)
-        x_ND = dispatch(x.reshape(-1, x.shape[-1]), routing)
-        y_TD = combine(self.run(x_ND, routing.sizes), routing)
+        x_TD = x.reshape(-1, x.shape[-1])
+        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not self.is_grouped):
+            y_TD = self._weigh_all(x_TD, routing)
+        else:
+            y_TD = combine(self.run(dispatch(x_TD, routing), routing.ends), routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
+
+    def _weigh_all(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Every expert on every row, by operators that every format has; at E times the cost of the network."""
+        expert_TK = routing.experts()
+        weight_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.weight is None else routing.weight
+
+        def weighted(number: int, expert: Callable[[Tensor], Tensor]) -> Tensor:
+            output = expert(x_TD)
+            return torch.where(expert_TK == number, weight_TK, 0).sum(1, keepdim=True).to(output.dtype) * output
+
+        first, *others = itertools.starmap(weighted, enumerate(self.each()))
+        return sum(others, start=first)
 
     def _require_own_router(self) -> None:
         """Its losses are asked of the router itself, so whatever stands around it would leave them out."""

@@ -60,9 +60,6 @@ class Router(nn.Module):
         """For the time of the block no choice is dropped in eval mode."""
         yield
 
-    def share_evenly(self) -> None:
-        """From now on, on the meta device, each expert takes its even share of a batch that E divides."""
-
     def scriptable_choice(self) -> ScriptableChoice:
         """For TorchScript; RuntimeError if it cannot choose as this router does."""
         raise RuntimeError(f"TorchScript has no {type(self).__name__}: trace the model in eval mode instead.")
@@ -84,8 +81,4 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
             "A routing needs integers and their weights of one shape (T, K), got "
             f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
         )
-    rows, choices = expert_TK.shape
-    line = queue(expert_TK[None], num_experts)
-    # On the meta device, where costs are counted, rows are spread evenly.
-    capacity = math.ceil(rows * choices / num_experts) if expert_TK.is_meta else rows
-    return assign(expert_TK[None], weight_TK[None], line, capacity)
+    return assign(expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts), None)

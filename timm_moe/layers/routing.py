@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, at_most, expert_capacity, queue
+from .dispatch import ROUNDINGS, Routing, assign, at_most, dropped, expert_capacity, queue
 from .draws import drawn
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
@@ -41,11 +41,11 @@ class RandomPartition(Router):
         """Partition the rows of x of shape (..., D)."""
         rows = math.prod(x.shape[:-1])
         quotient, remainder = divmod(rows, self.num_experts)
-        sizes = [quotient + (expert < remainder) for expert in range(self.num_experts)]
+        number = torch.arange(1, self.num_experts + 1, device=x.device)
         order = drawn(torch.randperm(rows, device=x.device))
         place = torch.empty_like(order)
         place[order] = torch.arange(rows, device=x.device)
-        return Routing(order, sizes, place.unsqueeze(1), None)
+        return Routing(order, number * quotient + number.clamp(max=remainder), place.unsqueeze(1), None)
 
 
 class TopKRouter(RecordingRouter):
@@ -151,10 +151,6 @@ class TopKRouter(RecordingRouter):
         finally:
             self.eval_capacity_factor = factor
 
-    def share_evenly(self) -> None:
-        """On the meta device every expert computes as many rows as it has places: at a factor of 1, K for each."""
-        self.eval_capacity_factor, self.capacity_multiple, self.group_images = 1.0, 1, None
-
     def scriptable_choice(self) -> ScriptableChoice:
         """Without capacities; subclasses that choose in another way have none."""
         if type(self) not in (TopKRouter, ImageRouter):
@@ -188,7 +184,7 @@ class TopKRouter(RecordingRouter):
                 self.record(
                     self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
                     load=line.length_GE.sum(0),
-                    dropped=(line.length_GE - capacity).clamp(min=0).sum(),
+                    dropped=dropped(line, capacity),
                     finite=logits_GBNE.isfinite().all(),
                 )
         return assign(expert_GSK, self._gated(weight_GSK), line, capacity)
@@ -230,10 +226,10 @@ class TopKRouter(RecordingRouter):
             return logits_GBNE
         return logits_GBNE + drawn(torch.randn_like(logits_GBNE)) * (self.noise_std / logits_GBNE.shape[3])
 
-    def _capacity(self, rows: int) -> int:
+    def _capacity(self, rows: int) -> int | None:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor is None or factor >= self.num_experts or rows == 0:
-            return rows  # a row chooses an expert at most once
+            return None  # a row chooses an expert at most once
         capacity = expert_capacity(
             rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
         )
@@ -277,13 +273,12 @@ class ImageRouter(TopKRouter):
                 f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
             )
         rows = x.shape[1]
-        order, sizes, place, weight = super().forward(x[:, 0])
+        order, ends, place, weight = super().forward(x[:, 0])
         offset = torch.arange(rows, device=x.device)
-        row_place = place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1)
         return Routing(
             order=(order.unsqueeze(1) * rows + offset).flatten(),
-            sizes=[size * rows for size in sizes],
-            place=row_place.clamp(max=order.shape[0] * rows),  # that of dropped ones
+            ends=ends * rows,
+            place=place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1),
             weight=None if weight is None else weight.repeat_interleave(rows, 0),
         )
 
@@ -388,8 +383,9 @@ class EnsembleRouter(TiledRouter):
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
         return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
-    def _capacity(self, rows: int) -> int:
-        return at_most(super()._capacity(rows), rows // self.ensemble_size)
+    def _capacity(self, rows: int) -> int | None:
+        capacity = super()._capacity(rows)
+        return None if capacity is None else at_most(capacity, rows // self.ensemble_size)
 
 
 class PartitionedRouter(EnsembleRouter):
@@ -409,9 +405,9 @@ class PartitionedRouter(EnsembleRouter):
         def choices_of_row(per_member: Tensor) -> Tensor:
             return per_member.view(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
 
-        order, sizes, place, weight = super().forward(x.repeat_interleave(members, 0))
+        order, ends, place, weight = super().forward(x.repeat_interleave(members, 0))
         row = order // (members * rows) * rows + order % rows
-        return Routing(row, sizes, choices_of_row(place), None if weight is None else choices_of_row(weight))
+        return Routing(row, ends, choices_of_row(place), None if weight is None else choices_of_row(weight))
 
 
 class MultiHeadRouter(TopKRouter):
@@ -429,12 +425,11 @@ class MultiHeadRouter(TopKRouter):
         def choice_of_copy(per_row: Tensor) -> Tensor:
             return per_row.view(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
 
-        order, sizes, place, weight = super().forward(x[:: self.top_k])
+        order, ends, place, weight = super().forward(x[:: self.top_k])
         place = choice_of_copy(place)
         copies = torch.arange(place.shape[0], device=x.device)
-        # What is dropped meets in one more place, which is cut off.
-        order = order.new_zeros(order.shape[0] + 1).scatter_(0, place.flatten(), copies)[:-1]
-        return Routing(order, sizes, place, None if weight is None else choice_of_copy(weight))
+        order = torch.zeros_like(order).scatter_(0, place.flatten(), copies)
+        return Routing(order, ends, place, None if weight is None else choice_of_copy(weight))
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,270 @@
+"""The product of runs of rows with stacked matrices, one run for each expert, as operators that compilers know.
+
+How long the runs are stands in a tensor, ``end_E``: expert e takes the rows from ``end_E[e - 1]`` to ``end_E[e]``. No
+shape depends on it, and on CUDA nobody waits for it where ``torch.nn.functional.grouped_mm`` can multiply.
+
+Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.utils.flop_counter import register_flop_formula
+
+#: Only there in newer versions of torch.
+_grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
+
+
+def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    """``x @ weight[e].T + bias[e]`` for each run of rows, (N, H); zero for rows after the last run.
+
+    Under autocast it computes in autocast's dtype, as ``torch.nn.functional.linear`` does.
+
+    Args:
+        x_ND: rows, those of expert 0 first.
+        weight_EHD: as E times ``nn.Linear.weight``.
+        bias_EH: None for none.
+        end_E: integers that do not decrease, of at most N.
+
+    Raises:
+        RuntimeError: if widths or dtypes do not fit each other.
+    """
+    device = x_ND.device.type
+    if x_ND.dtype != torch.float64 and not x_ND.is_meta and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x_ND, weight_EHD = x_ND.to(dtype), weight_EHD.to(dtype)
+        bias_EH = bias_EH if bias_EH is None else bias_EH.to(dtype)
+    return _linear(x_ND, weight_EHD, bias_EH, end_E)
+
+
+def spread_over_rows(stacked_EH: Tensor, end_E: Tensor, rows: int) -> Tensor:
+    """(N, H): for each row the vector of its expert; zero after the last run."""
+    nothing_ND = stacked_EH.new_empty(rows, 0)
+    return _linear(nothing_ND, stacked_EH.new_empty(*stacked_EH.shape, 0), stacked_EH, end_E)  # a bias alone
+
+
+def _linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    if _needs_function(x_ND, weight_EHD, bias_EH):
+        return _Linear.apply(x_ND, weight_EHD, bias_EH, end_E)
+    return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
+
+
+def _outer(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+    """For each run ``y.T @ x``, (E, H, D), and the sum of y, (E, H): gradients of weight and bias of a linear layer."""
+    if _needs_function(y_NH, x_ND):
+        return _Outer.apply(y_NH, x_ND, end_E, with_sum)
+    return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
+
+
+def _needs_function(*tensors: Tensor | None) -> bool:
+    """Whether an autograd function has to do what an operator cannot: forward-mode differentiation.
+
+    An operator would give zeros for it without a word. torch.compile does not know such a function, and it takes time.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() or any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
+
+
+# Each of the two is the other's derivative.
+
+
+class _Linear(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+        return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_ND, weight_EHD, _, end_E = inputs
+        ctx.save_for_backward(x_ND, weight_EHD, end_E)
+        ctx.save_for_forward(x_ND, weight_EHD, end_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_EHD, end_E = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = _linear(grad_NH, weight_EHD.transpose(1, 2), None, end_E) if needs_x else None
+        if not needs_weight and not needs_bias:
+            return grad_x, None, None, None
+        grad_weight, grad_bias = _outer(grad_NH, x_ND, end_E, needs_bias)
+        return grad_x, grad_weight, grad_bias if needs_bias else None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_ND: Tensor | None, weight_EHD: Tensor | None, bias_EH: Tensor | None, _: None) -> Tensor:
+        primal_ND, primal_EHD, end_E = ctx.saved_tensors
+        if weight_EHD is None:
+            weight_EHD = torch.zeros_like(primal_EHD)
+        tangent = _linear(primal_ND, weight_EHD, bias_EH, end_E)
+        return tangent if x_ND is None else tangent + _linear(x_ND, primal_EHD, None, end_E)
+
+
+class _Outer(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+        return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.with_sum = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_EHD: Tensor, grad_EH: Tensor) -> tuple[Tensor | None, ...]:
+        y_NH, x_ND, end_E = ctx.saved_tensors
+        needs_y, needs_x, *_ = ctx.needs_input_grad
+        grad_y = _linear(x_ND, grad_EHD, grad_EH if ctx.with_sum else None, end_E) if needs_y else None
+        grad_x = _linear(y_NH, grad_EHD.transpose(1, 2), None, end_E) if needs_x else None
+        return grad_y, grad_x, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, y_NH: Tensor | None, x_ND: Tensor | None, *_: None) -> tuple[Tensor, Tensor]:
+        primal_NH, primal_ND, end_E = ctx.saved_tensors
+        if y_NH is None:
+            y_NH = torch.zeros_like(primal_NH)
+        product, total = _outer(y_NH, primal_ND, end_E, ctx.with_sum)
+        return (product if x_ND is None else product + _outer(primal_NH, x_ND, end_E, False)[0]), total
+
+
+torch.library.define("timm_moe::grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor")
+torch.library.define("timm_moe::grouped_outer", "(Tensor y, Tensor x, Tensor end, bool with_sum) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
+def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    if _fits_grouped_mm(x_ND, weight_EHD):
+        return _linear_on_gpu(x_ND, weight_EHD, bias_EH, end_E)
+    y_NH = x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
+    sizes = sizes_of_runs(end_E, x_ND)
+    weights = weight_EHD.transpose(1, 2).unbind()
+    biases = len(weights) * [None] if bias_EH is None else bias_EH.unbind()
+    *outputs, rest = y_NH.split(sizes)
+    for x, weight, bias, y, size in zip(x_ND.split(sizes), weights, biases, outputs, sizes, strict=False):
+        if not size:
+            continue
+        if bias is None:
+            torch.mm(x, weight, out=y)
+        else:
+            torch.addmm(bias, x, weight, out=y)
+    rest.zero_()
+    return y_NH
+
+
+@torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
+def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+    if _fits_grouped_mm(x_ND, y_NH):
+        return _outer_on_gpu(y_NH, x_ND, end_E, with_sum)
+    product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, end_E, with_sum)
+    sizes = sizes_of_runs(end_E, x_ND)
+    runs = zip(y_NH.split(sizes), x_ND.split(sizes), product_EHD.unbind(), total_EH.unbind(), sizes, strict=False)
+    for y, x, product, total, size in runs:
+        if not size:
+            product.zero_()
+            total.zero_()
+            continue
+        torch.mm(y.t(), x, out=product)
+        if with_sum:
+            torch.sum(y, 0, out=total)
+    return product_EHD, total_EH
+
+
+def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
+    """Rows of each expert, and how many there are after the last run; on a GPU the host waits for it.
+
+    On the meta device, where costs are counted, all experts have the same.
+    """
+    rows, experts = x_ND.shape[0], end_E.shape[0]
+    ends = [rows * (expert + 1) // experts for expert in range(experts)] if end_E.is_meta else end_E.tolist()
+    ends = [0, *ends, rows]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def _fits_grouped_mm(x_ND: Tensor, other: Tensor) -> bool:
+    """Whether torch multiplies runs on this GPU without knowing their lengths: in bfloat16, rows of 16 bytes each."""
+    return (
+        _grouped_mm is not None
+        and x_ND.is_cuda
+        and x_ND.dtype == other.dtype == torch.bfloat16
+        and x_ND.numel() > 0
+        and all(width % 8 == 0 for width in (x_ND.shape[-1], *other.shape[1:]))
+    )
+
+
+def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
+        weight_EHD = weight_EHD.contiguous()
+    y_NH = _grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E.int())
+    expert_N = _expert_of_row(end_E, x_ND.shape[0])
+    if bias_EH is not None:
+        y_NH = y_NH + bias_EH.index_select(0, expert_N.clamp(max=end_E.shape[0] - 1))
+    return y_NH.masked_fill_((expert_N == end_E.shape[0]).unsqueeze(1), 0)  # grouped_mm leaves what it finds there
+
+
+def _outer_on_gpu(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+    y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
+    product_EHD = _grouped_mm(y_NH.t(), x_ND, offs=end_E.int())
+    idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
+    product_EHD = product_EHD.masked_fill_(idle_E.view(-1, 1, 1), 0)
+    if not with_sum:
+        return product_EHD, y_NH.new_empty(end_E.shape[0], 0)
+    expert_N = _expert_of_row(end_E, x_ND.shape[0])
+    is_of_NE = (expert_N.unsqueeze(1) == torch.arange(end_E.shape[0], device=end_E.device)).to(y_NH.dtype)
+    return product_EHD, is_of_NE.t() @ y_NH  # a product, since sums by atomic operations differ from run to run
+
+
+def _expert_of_row(end_E: Tensor, rows: int) -> Tensor:
+    """(N,) the expert of each row, E after the last run."""
+    return torch.searchsorted(end_E, torch.arange(rows, device=end_E.device), right=True)
+
+
+@torch.library.register_fake("timm_moe::grouped_linear")
+def _linear_of_shapes(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
+
+
+@torch.library.register_fake("timm_moe::grouped_outer")
+def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+    experts, (height, width) = end_E.shape[0], (y_NH.shape[1], x_ND.shape[1])
+    return y_NH.new_empty(experts, height, width), y_NH.new_empty(experts, height if with_sum else 0)
+
+
+torch.library.register_autograd("timm_moe::grouped_linear", _Linear.backward, setup_context=_Linear.setup_context)
+torch.library.register_autograd("timm_moe::grouped_outer", _Outer.backward, setup_context=_Outer.setup_context)
+
+
+def _one_by_one(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Its rule for torch.func.vmap."""
+
+    def run(info: Any, in_dims: tuple[int | None, ...], *batched: Any) -> tuple[Any, Any]:
+        results = [
+            operator(*(x if dim is None else x.select(dim, number) for x, dim in zip(batched, in_dims, strict=True)))
+            for number in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+
+    return run
+
+
+for _operator in (torch.ops.timm_moe.grouped_linear, torch.ops.timm_moe.grouped_outer):
+    torch.library.register_vmap(_operator.default, _one_by_one(_operator))
+
+
+@register_flop_formula(torch.ops.timm_moe.grouped_linear)
+def _linear_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.timm_moe.grouped_outer)
+def _outer_flops(y_shape: Any, x_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * y_shape[0] * y_shape[1] * x_shape[1]
