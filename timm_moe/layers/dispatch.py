@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .scripting import checked_in_trace
+from .scripting import checked_in_trace, in_plain_operators
 
 ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
 
@@ -68,7 +68,9 @@ def expert_capacity(
     """
     if isinstance(choices, Tensor):  # in a trace, where a number would be that of the traced batch for ever
         capacity = getattr(torch, rounding)(choices.double() * capacity_factor / num_experts).long()
-        return -(-checked_in_trace()(capacity) // multiple_of) * multiple_of
+        # ONNX cannot refuse a batch.
+        capacity = capacity.clamp(min=1) if torch.onnx.is_in_onnx_export() else checked_in_trace()(capacity)
+        return (capacity + (multiple_of - 1)) // multiple_of * multiple_of
     capacity = ROUNDINGS[rounding](choices * capacity_factor / num_experts)
     if capacity < 1:
         raise ValueError(
@@ -94,14 +96,10 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     """
     groups, rows, choices = expert_GSK.shape
     if priority_GS is not None:
-        visit_GSK = priority_GS.argsort(dim=1, descending=True, stable=True).unsqueeze(2).expand_as(expert_GSK)
+        visit_GSK = _falling(priority_GS).unsqueeze(2).expand_as(expert_GSK)
         expert_GSK = expert_GSK.gather(1, visit_GSK)
     expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
-    sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
-    length_GE = expert_GN.new_zeros(groups, num_experts).scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
-    start_GE = length_GE.cumsum(1) - length_GE
-    place_GN = torch.arange(rows * choices, device=expert_GN.device).expand_as(expert_GN)
-    rank_GN = torch.empty_like(expert_GN).scatter_(1, order_GN, place_GN - start_GE.gather(1, sorted_GN))
+    rank_GN, length_GE = (_count if in_plain_operators() else _sort)(expert_GN, num_experts)
     rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
     if priority_GS is not None:
         rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
@@ -112,6 +110,29 @@ def dropped(line: Queue, capacity: int | None) -> Tensor:
     """() number of choices that are beyond the capacity, None for none."""
     beyond_GE = line.length_GE.new_zeros(()) if capacity is None else (line.length_GE - capacity).clamp(min=0)
     return beyond_GE.sum()
+
+
+def _falling(priority_GS: Tensor) -> Tensor:
+    """The rows of each group, those with a higher value first, equal ones in their order."""
+    if torch.onnx.is_in_onnx_export():  # which has no stable sort, but whose topk takes the first of equal ones
+        return priority_GS.topk(priority_GS.shape[1], dim=1).indices
+    return priority_GS.argsort(dim=1, descending=True, stable=True)
+
+
+def _sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Place of each entry among those of its group for the same expert, and the number of entries for each."""
+    sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
+    length_GE = expert_GN.new_zeros(expert_GN.shape[0], num_experts)
+    length_GE = length_GE.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
+    start_GE = length_GE.cumsum(1) - length_GE
+    place_GN = torch.arange(expert_GN.shape[1], device=expert_GN.device).expand_as(expert_GN)
+    return torch.empty_like(expert_GN).scatter_(1, order_GN, place_GN - start_GE.gather(1, sorted_GN)), length_GE
+
+
+def _count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """As :func:`_sort`, by operators that ONNX has, at E times the memory."""
+    is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
+    return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
 
 
 def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int | None) -> Routing:

@@ -13,7 +13,7 @@ from .experts import Experts, dropouts, mean_over_experts
 from .records import RecordingRouter
 from .router import Router
 from .routing import RandomPartition
-from .scripting import ScriptableMlp, ScriptableMoeMlp, replacing
+from .scripting import ScriptableMlp, ScriptableMoeMlp, in_plain_operators, replacing
 
 
 class MoeMlp(Experts):
@@ -105,19 +105,13 @@ class MoeMlp(Experts):
         """Map each row of x, (..., D), by its own routing or by one that is given, to (..., width of the outputs).
 
         Raises:
-            RuntimeError: in an export to ONNX.
             ValueError: if something wraps a router that has losses.
         """
-        if torch.onnx.is_in_onnx_export():
-            raise RuntimeError(
-                "Routed experts cannot be exported to ONNX, whose exporters do not translate the stable sort by which "
-                "they queue: export the dense network that timm-moe export makes of them."
-            )
         self._require_own_router()
         if routing is None:
             routing = self.router(x)
         x_TD = x.reshape(-1, x.shape[-1])
-        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not self.is_grouped):
+        if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
             y_TD = self._weigh_all(x_TD, routing)
         else:
             y_TD = combine(self.run(dispatch(x_TD, routing), routing.ends), routing)

@@ -278,8 +278,8 @@ class ImageRouter(TopKRouter):
         return Routing(
             order=(order.unsqueeze(1) * rows + offset).flatten(),
             ends=ends * rows,
-            place=place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1),
-            weight=None if weight is None else weight.repeat_interleave(rows, 0),
+            place=(place.unsqueeze(1) * rows + offset.unsqueeze(1)).flatten(0, 1),
+            weight=None if weight is None else weight.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1),
         )
 
 
@@ -374,7 +374,7 @@ class EnsembleRouter(TiledRouter):
     def _logits(self, x_GBND: Tensor) -> Tensor:
         # A product with all experts, of which a member's own are kept, costs less than bringing members together.
         logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(-1, (self.ensemble_size, -1))
-        return logits_GBMNME.diagonal(dim1=2, dim2=4).movedim(-1, 2).flatten(1, 2)
+        return logits_GBMNME.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
         first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * (self.num_experts // self.ensemble_size)
@@ -434,10 +434,14 @@ class MultiHeadRouter(TopKRouter):
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and indices of the k largest entries of the last dimension; of equal ones the first, unlike topk."""
-    if k == 1:  # much faster than a sort
+    if k == 1:
         return gate.max(-1, keepdim=True)
-    values, indices = gate.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k], indices[..., :k]
+    rest, chosen = gate.detach(), []
+    for _ in range(k):  # much faster than a sort
+        chosen.append(rest.argmax(-1, keepdim=True))
+        rest = rest.scatter(-1, chosen[-1], -torch.inf)
+    indices = torch.cat(chosen, -1)
+    return gate.gather(-1, indices), indices
 
 
 def _check_copies(batch: int, copies: int) -> None:

@@ -21,6 +21,11 @@ def replacing(original: nn.Module, scriptable: nn.Module) -> nn.Module:
     return scriptable.train(original.training)
 
 
+def in_plain_operators() -> bool:
+    """Whether this is for a trace or for ONNX, whose files others read: they know the operators of no package."""
+    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+
+
 @functools.cache
 def checked_in_trace() -> Callable[[Tensor], Tensor]:
     """What a trace holds of the check of a capacity: a trace has no branches, but for functions that are scripted."""
