@@ -40,7 +40,7 @@ class RandomPartition(Router):
     def forward(self, x: Tensor) -> Routing:
         """Partition the rows of x of shape (..., D)."""
         rows = math.prod(x.shape[:-1])
-        quotient, remainder = divmod(rows, self.num_experts)
+        quotient, remainder = rows // self.num_experts, rows % self.num_experts  # torch.compile knows no divmod
         number = torch.arange(1, self.num_experts + 1, device=x.device)
         order = drawn(torch.randperm(rows, device=x.device))
         place = torch.empty_like(order)
@@ -278,8 +278,8 @@ class ImageRouter(TopKRouter):
         return Routing(
             order=(order.unsqueeze(1) * rows + offset).flatten(),
             ends=ends * rows,
-            place=(place.unsqueeze(1) * rows + offset.unsqueeze(1)).flatten(0, 1),
-            weight=None if weight is None else weight.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1),
+            place=place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1),
+            weight=None if weight is None else weight.repeat_interleave(rows, 0),
         )
 
 
