@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from .grouped import sizes_of_runs
 from .grouped_network import grouped_form, grouped_paths
+from .kept_mean import forget, means_of
 
 EXPERT_INITS = ("same", "independent")
 
@@ -98,6 +99,10 @@ class Experts(StackedParameters):
         for path, module in dropouts(self._ffn):
             module_path, _, name = path.rpartition(".")
             self._submodule(module_path).add_module(name, module)
+
+    def _load_from_state_dict(self, *args):
+        forget(self)
+        super()._load_from_state_dict(*args)
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
@@ -187,8 +192,7 @@ class Experts(StackedParameters):
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
-        mean = {name: mean_over_experts(stacked) for name, stacked in self.expert_weights()}
-        return _call(self._ffn, mean, x)
+        return _call(self._ffn, means_of(self, dict(self.expert_weights())), x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A dense network of the original class that holds ``weights``, given by their dense names.
@@ -223,6 +227,7 @@ class Experts(StackedParameters):
     reset_parameters = init_weights
 
     def train(self, mode: bool = True) -> "Experts":
+        forget(self)
         for structure in (self._ffn, self._grouped):  # dropout inside the experts
             if structure is not None:
                 structure.train(mode)
@@ -244,11 +249,6 @@ def _autocast(stacked: Tensor) -> Tensor:
     if left_alone or not torch.is_autocast_enabled(device):
         return stacked
     return stacked.to(torch.get_autocast_dtype(device))
-
-
-def mean_over_experts(stacked: Tensor) -> Tensor:
-    """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
-    return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
 
 
 def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:

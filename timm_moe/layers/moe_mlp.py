@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
-from .experts import Experts, dropouts, mean_over_experts
+from .experts import Experts, dropouts
+from .kept_mean import mean_over_experts
 from .records import RecordingRouter
 from .router import Router
 from .routing import RandomPartition
