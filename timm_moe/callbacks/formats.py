@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import first_problem
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+from ..uninitialized import uninitialized
 
 #: What a model is made of; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")
@@ -255,7 +256,8 @@ def load_exactly(folder: Path, loader: str) -> nn.Module:
 
 def _load(folder: Path, loader: str) -> nn.Module:
     try:
-        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        with uninitialized():
+            return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
         raise RuntimeError(
             f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
@@ -270,9 +272,9 @@ def _load(folder: Path, loader: str) -> nn.Module:
 
 def equal_with_nan(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape and values."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    if torch.equal(a, b):  # a fifth of the time
+        return True
+    return a.is_floating_point() and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], loader: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ..model_config import (
     shown,
     state_preprocessing,
 )
+from ..uninitialized import uninitialized
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
@@ -132,6 +134,8 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     except Exception as error:  # arguments may end in anything
         raise _not_created(name, error) from error
     state_dict = _unwrapped(state_dict, model, path)
+    if not model.state_dict().keys() <= state_dict.keys():  # what a dense checkpoint lacks, as routers, stays as drawn
+        model = _create(blueprint, args, nullcontext())
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
@@ -311,10 +315,11 @@ def _fetch(name: str, file: str) -> Path:
 # --- for all of them
 
 
-def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
+def _create(blueprint: Blueprint, args: dict[str, Any], context: Any = None) -> nn.Module:
     """A model without its weights: of what is described, and of arguments that go before it."""
     given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
-    model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
+    with context or uninitialized():
+        model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         model._model_args = given  # type: ignore[assignment]
     return model
