@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from . import report
-from .protocol import Setting
+from .protocol import Setting, cpu_name
 
 FOLDER = Path(__file__).parent
 #: glibc gives large blocks back to the system and has them mapped anew, page by page, at each use; this keeps them.
@@ -36,8 +37,12 @@ PLAN = {
         for dtype in ("float32", "bfloat16")
         for mode in ("eager", "compiled")
     ],
-    "peers": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
-    "scaling": [dict(allocator="neutral", rounds=5)],
+    "peers": [
+        dict(dtype=dtype, mode=mode, allocator="neutral", rounds=7)
+        for mode in ("eager", "compiled")
+        for dtype in ("float32", "bfloat16")
+    ],
+    "scaling": [dict(mode=mode, allocator="neutral", rounds=5) for mode in ("eager", "compiled")],
     "imports": [{}],
     "exporting": [{}],
 }
@@ -93,7 +98,7 @@ def _measure(suite: str, setting: dict[str, str]) -> bool:
     )
     if process.returncode:
         return False
-    path = FOLDER / "results" / f"{setting['device']}.json"
+    path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
     path.parent.mkdir(exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     key = " ".join([suite, *(str(setting[name]) for name in ("dtype", "mode", "allocator") if name in setting)])
@@ -101,6 +106,11 @@ def _measure(suite: str, setting: dict[str, str]) -> bool:
     temporary.write_text(json.dumps({**results, key: json.loads(process.stdout)}, indent=1))
     temporary.replace(path)
     return True
+
+
+def _machine(device: str) -> str:
+    """Ratios differ between kinds of CPU, so each has results of its own."""
+    return device if device == "cuda" else "cpu-" + "-".join(re.findall(r"[a-z0-9]+", cpu_name().lower()))
 
 
 if __name__ == "__main__":

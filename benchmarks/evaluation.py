@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from timm_moe.layers import ImageRouter, MoeMlp
 
-from .layers import TOKENS, WIDTH, mlp, router
+from .layers import HIDDEN, TOKENS, WIDTH, mlp, router
 from .protocol import Contest, Row, Setting, Work, run
 
 
@@ -27,6 +27,8 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
         "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
     }
     yield Contest(f"layer in eval mode, batch {batch}", _works(layers, tokens, setting))
+    layers = {"dense": lambda: mlp(2 * HIDDEN), "V-MoE: top-2 of 32": lambda: MoeMlp(mlp(), router(32, 2), 32)}
+    yield Contest(f"layer of two experts in eval mode, batch {batch}", _works(layers, tokens, setting))
     images = torch.randn(batch, 3, 224, 224, device=setting.device)
     vimoe = partial(timm.create_model, "vimoe_s14", num_experts=8)
     models = {
@@ -39,7 +41,7 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
         "dense": partial(timm.create_model, "vit_small_patch16_224"),
         "EWA, 4 experts, not exported": partial(timm.create_model, "vit_small_ewa_moe"),
     }
-    notes = {"EWA, 4 experts, not exported": "averages its experts at each forward; its export is the dense model"}
+    notes = {"EWA, 4 experts, not exported": "keeps the mean of its experts, compiled it averages at each forward"}
     yield Contest(f"ViT-S/16 in eval mode, batch {batch}", _works(models, images, setting), notes)
 
 

@@ -1,12 +1,15 @@
 """How things are timed: side by side in one process, in shuffled rounds, a second baseline gauging the noise."""
 
 import math
+import platform
 import random
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,22 +165,27 @@ def compare(contest: Contest, seconds: Mapping[str, list[float]], baseline: str,
     return rows
 
 
+def cpu_name() -> str:
+    """Maker and family of the CPU, and the widest of its instructions that decide how fast products are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    stated = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = stated.get("model name", platform.processor() or platform.machine())
+    name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", "", name)
+    flags = stated.get("flags", "").split()
+    widest = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), "")
+    return " ".join([*name.split(), *([f"({widest})"] if widest else [])])
+
+
 def environment(setting: Setting) -> dict[str, Any]:
     """The hardware and the versions, for the results."""
     import datetime
-    import os
-    import platform
 
     import timm
 
     import timm_moe
 
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as lines:
-            cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
-        "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{cpu}, one thread",
+        "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{cpu_name()}, one thread",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,

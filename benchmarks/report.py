@@ -60,6 +60,26 @@ TARGETS = [
             ("image-level top-1, evaluation, ViMoE-S/14", "ViT-S/14", "ViMoE"),
         )
     ),
+    *(
+        Target(
+            f"compiled layer, {what}", "layers float32 compiled neutral", f"layer, {rows} a row", entry, {"cpu": 1.1}
+        )
+        for what, rows, entry in (
+            ("top-1 of 8", "one expert", "top-1 of 8"),
+            ("image-level top-1 of 8", "one expert", "image-level"),
+            ("pBE, two members", "one expert", "pBE"),
+            ("top-2 of 8", "two experts", "top-2 of 8"),
+        )
+    ),
+    Target(
+        "compiled V-MoE layer, 2 of 32, evaluation, batch 32",
+        "evaluation float32 compiled neutral",
+        "layer of two experts in eval mode, batch 32",
+        "V-MoE",
+        {"cpu": 1.15},
+    ),
+    Target("routed layer, top-1 of 64", "scaling eager neutral", "64 experts", "top-1", {"cpu": 1.15}),
+    Target("routed layer, top-1 of 8, 64 rows", "scaling eager neutral", "64 rows", "top-1", {"cpu": 2.5}),
     Target("averaging 4 experts / memcpy", "averaging neutral", "averaging, 4", "averaging", {"cpu": 1.6, "cuda": 1.6}),
     Target("averaging 8 experts / memcpy", "averaging neutral", "averaging, 8", "averaging", {"cpu": 1.6, "cuda": 1.6}),
     Target(
@@ -77,24 +97,26 @@ def write(folder: Path) -> None:
     """Write the report of all results in the folder."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     parts = [TEXT.read_text().rstrip()]
-    for device, found in results.items():
-        parts += ["", f"## On a {'CPU' if device == 'cpu' else 'GPU'}", *_device(device, found)]
-        _chart_layers(device, found)
-        _chart_scaling(device, found)
+    for machine, found in results.items():
+        name = next(iter(found.values()))["environment"]["device"]
+        parts += ["", f"## {name}", *_machine(machine, found)]
+        _chart_layers(machine, found)
+        _chart_scaling(machine, found)
     (DOCS / "generated/benchmarks.md").write_text("\n".join(parts) + "\n")
 
 
-def _device(device: str, results: Results) -> Iterator[str]:
+def _machine(machine: str, results: Results) -> Iterator[str]:
+    device = machine.partition("-")[0]
     yield from ("", "### Held to", "", "| what | reached | bound | |", "|---|---|---|---|")
     for target in TARGETS:
         if device in target.bounds:
             yield _target_line(target, device, results)
     if "layers float32 eager neutral" in results:
-        yield from ("", f"![layers](../images/benchmarks-layers-{device}.png)")
+        yield from ("", f"![layers](../images/benchmarks-layers-{machine}.png)")
     for key, result in results.items():
         yield from ("", f"### {key[0].upper()}{key[1:]}", "", _origin(result))
-        if result["suite"] == "scaling":
-            yield from ("", f"![scaling](../images/benchmarks-scaling-{device}.png)")
+        if key == "scaling eager neutral":
+            yield from ("", f"![scaling](../images/benchmarks-scaling-{machine}.png)")
         yield from _tables([Row(**row) for row in result["rows"]])
 
 
@@ -131,7 +153,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
             yield f"| {row.entry} | {row.ratio:.3f} | {quartiles} | {row.value:.4g} | {row.note} |"
 
 
-def _chart_layers(device: str, results: Results) -> None:
+def _chart_layers(machine: str, results: Results) -> None:
     from matplotlib.figure import Figure
 
     keys = [key for dtype in ("float32", "bfloat16") if (key := f"layers {dtype} eager neutral") in results]
@@ -151,15 +173,15 @@ def _chart_layers(device: str, results: Results) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("forward and backward, ratio to the dense layer of equal active FLOPs")
     axes.legend()
-    figure.savefig(DOCS / "images" / f"benchmarks-layers-{device}.png", dpi=120)
+    figure.savefig(DOCS / "images" / f"benchmarks-layers-{machine}.png", dpi=120)
 
 
-def _chart_scaling(device: str, results: Results) -> None:
+def _chart_scaling(machine: str, results: Results) -> None:
     from matplotlib.figure import Figure
 
-    if "scaling neutral" not in results:
+    if "scaling eager neutral" not in results:
         return
-    rows = [Row(**row) for row in results["scaling neutral"]["rows"]]
+    rows = [Row(**row) for row in results["scaling eager neutral"]["rows"]]
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     for axes, axis in zip(figure.subplots(1, 3, sharey=True), ("experts", "rows", "width"), strict=True):
         for entry in ("random partition", "top-1"):
@@ -168,6 +190,8 @@ def _chart_scaling(device: str, results: Results) -> None:
                 for row in rows
                 if axis in row.contest and row.entry == entry
             ]
+            if not points:
+                continue
             middle = [row.ratio for _, row in points]
             errors = [[row.ratio - row.low for _, row in points], [row.high - row.ratio for _, row in points]]
             axes.errorbar([number for number, _ in points], middle, errors, marker="o", label=entry)
@@ -176,4 +200,4 @@ def _chart_scaling(device: str, results: Results) -> None:
         axes.set_xlabel(axis)
         axes.legend()
     figure.axes[0].set_ylabel("ratio to dense")
-    figure.savefig(DOCS / "images" / f"benchmarks-scaling-{device}.png", dpi=120)
+    figure.savefig(DOCS / "images" / f"benchmarks-scaling-{machine}.png", dpi=120)

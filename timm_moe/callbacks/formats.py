@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import first_problem
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
-from ..uninitialized import uninitialized
+from ..quick_init import quick_init
 
 #: What a model is made of; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")
@@ -256,7 +256,7 @@ def load_exactly(folder: Path, loader: str) -> nn.Module:
 
 def _load(folder: Path, loader: str) -> nn.Module:
     try:
-        with uninitialized():
+        with quick_init():
             return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
         raise RuntimeError(

@@ -29,7 +29,7 @@ from ..model_config import (
     shown,
     state_preprocessing,
 )
-from ..uninitialized import uninitialized
+from ..quick_init import quick_init
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ def _fetch(name: str, file: str) -> Path:
 def _create(blueprint: Blueprint, args: dict[str, Any], context: Any = None) -> nn.Module:
     """A model without its weights: of what is described, and of arguments that go before it."""
     given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
-    with context or uninitialized():
+    with context or quick_init():
         model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         model._model_args = given  # type: ignore[assignment]

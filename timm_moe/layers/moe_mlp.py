@@ -1,7 +1,6 @@
 """The expert layers that take the place of a transformer block's feed-forward network."""
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -123,12 +122,12 @@ class MoeMlp(Experts):
         expert_TK = routing.experts()
         weight_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.weight is None else routing.weight
 
-        def weighted(number: int, expert: Callable[[Tensor], Tensor]) -> Tensor:
+        weighted = []
+        for number, expert in enumerate(self.each()):
             output = expert(x_TD)
-            return torch.where(expert_TK == number, weight_TK, 0).sum(1, keepdim=True).to(output.dtype) * output
-
-        first, *others = itertools.starmap(weighted, enumerate(self.each()))
-        return sum(others, start=first)
+            gate_T1 = torch.where(expert_TK == number, weight_TK, 0).sum(1, keepdim=True)
+            weighted.append(gate_T1.to(output.dtype) * output)
+        return sum(weighted[1:], start=weighted[0])
 
     def _require_own_router(self) -> None:
         """Its losses are asked of the router itself, so whatever stands around it would leave them out."""
