@@ -308,6 +308,7 @@ def test_a_training_step_as_one_graph_for_any_batch(name):
         equal(step(model, compiled, images), step(model, model, images), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot solve a capacity for a batch")
 @pytest.mark.parametrize("name", families())
 def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
     model = family(name).eval()

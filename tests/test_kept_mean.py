@@ -54,7 +54,16 @@ def test_it_is_computed_once(mode, means):
 
 def shift_data(ewa):
     ewa.fc1.weight.data += 1
+
+
+def change_one_entry(ewa):
+    ewa.fc1.weight.data[1, 2, 3] += 10
     ewa.eval()
+
+
+def ema_by_data(ewa):
+    for own, other in zip(ewa.parameters(), layer().parameters(), strict=True):
+        own.data.mul_(0.99).add_(other.data, alpha=0.01)
 
 
 def step(ewa):
@@ -92,7 +101,9 @@ CHANGES = {
     "a step in eval mode": step_in_eval_mode,
     "a new parameter": new_parameter,
     "new data": new_data,
-    "data, then eval()": shift_data,
+    "data": shift_data,
+    "an average of weights by data": ema_by_data,
+    "an entry of data, then eval()": change_one_entry,
 }
 
 

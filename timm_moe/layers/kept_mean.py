@@ -1,4 +1,9 @@
-"""The mean of a layer's experts, kept from one evaluation to the next as long as their weights are the same."""
+"""The mean of a layer's experts, kept from one evaluation to the next as long as their weights are the same.
+
+Torch counts the changes of a parameter, but not those by ``parameter.data``, by which averages of weights (EMA) and
+merged adapters are often written. So some entries are compared as well. On a GPU the host would have to wait for them:
+there nothing is kept.
+"""
 
 import weakref
 from collections.abc import Mapping
@@ -9,6 +14,9 @@ from torch import Tensor, nn
 
 from .scripting import in_plain_operators
 
+#: Entries of a tensor that are compared.
+_SAMPLE = 128
+
 
 class _Source(NamedTuple):
     """What tells whether a parameter is still what it was."""
@@ -16,6 +24,13 @@ class _Source(NamedTuple):
     parameter: "weakref.ref[Tensor]"
     version: int
     address: int
+    sample: list[float]
+
+    @classmethod
+    def of(cls, stacked: Tensor) -> "_Source":
+        flat = stacked.detach().flatten()
+        sample = flat[:: max(1, flat.shape[0] // _SAMPLE)].tolist()
+        return cls(weakref.ref(stacked), stacked._version, stacked.data_ptr(), sample)
 
 
 class _Kept(NamedTuple):
@@ -35,20 +50,22 @@ def mean_over_experts(stacked: Tensor) -> Tensor:
 def means_of(layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The mean of each stacked tensor; the same tensors as at the last call, if nothing has changed since.
 
-    A change by ``parameter.data`` is not seen before :func:`forget`: torch does not count it.
+    A change of few entries by ``parameter.data`` may not be seen before :func:`forget`.
 
     Args:
         layer: whose they are.
         weights: what its experts compute with, by name.
     """
-    if not _can_be_kept(weights):
+    if torch.compiler.is_compiling() or in_plain_operators():  # part of a graph
+        return _means(weights)
+    if torch.is_grad_enabled() or not all(map(_is_own, weights.values())):
         forget(layer)
-        return {name: mean_over_experts(stacked) for name, stacked in weights.items()}
+        return _means(weights)
     kept = _kept.get(layer)
-    sources = [_Source(weakref.ref(stacked), stacked._version, stacked.data_ptr()) for stacked in weights.values()]
+    sources = [_Source.of(stacked) for stacked in weights.values()]
     if kept is None or kept.sources != sources:
         with torch.inference_mode(False), torch.no_grad():  # for whoever comes next
-            kept = _Kept(sources, {name: mean_over_experts(stacked) for name, stacked in weights.items()})
+            kept = _Kept(sources, _means(weights))
         if all(type(mean) is Tensor for mean in kept.means.values()):  # and not one without values
             _kept[layer] = kept
     return kept.means
@@ -59,8 +76,10 @@ def forget(layer: nn.Module) -> None:
     _kept.pop(layer, None)
 
 
-def _can_be_kept(weights: Mapping[str, Tensor]) -> bool:
-    """Not in a graph, and not of what stands for the parameters: adapters, replicas, what torch.func puts in."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or in_plain_operators():
-        return False
-    return all(type(stacked) is nn.Parameter and not stacked.is_inference() for stacked in weights.values())
+def _means(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mean_over_experts(stacked) for name, stacked in weights.items()}
+
+
+def _is_own(stacked: Tensor) -> bool:
+    """Whether it is a parameter, whose changes are counted, and not what stands for one: adapters, replicas, ..."""
+    return type(stacked) is nn.Parameter and stacked.device.type == "cpu" and not stacked.is_inference()

@@ -110,7 +110,7 @@ class RecordingRouter(Router):
 
     def is_pending(self) -> bool:
         """Whether there are records whose losses were not added yet."""
-        return bool(self.records) and self.phase not in (self.ANEW, self.ADDED)
+        return len(self.records) > 0 and self.phase not in (self.ANEW, self.ADDED)
 
     def has_pending_losses(self) -> bool:
         """Whether losses with a gradient wait to be added."""
