@@ -300,7 +300,8 @@ def equal(got, expected, **tolerance):
             torch.testing.assert_close(a, b, **tolerance)
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.ci
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_training_step_as_one_graph_for_any_batch(name):
     model = family(name)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
