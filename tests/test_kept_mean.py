@@ -108,14 +108,17 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change):
+@pytest.mark.parametrize("held", [False, True])
+def test_a_change_is_seen(change, held):
     ewa, x = layer(), torch.randn(3, 8)
+    optimizer = torch.optim.SGD(ewa.parameters(), lr=0.1) if held else None
     with torch.no_grad():
         before = ewa(x)
     CHANGES[change](ewa)
     with torch.no_grad():
         torch.testing.assert_close(ewa(x), plain(ewa, x))
         assert not torch.equal(ewa(x), before)
+    del optimizer  # which may have held parameters that were replaced
 
 
 def test_copies_state_dicts_and_ema_have_nothing_of_it(means):

@@ -6,7 +6,6 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,12 +129,13 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     args = {**stated, **spec.args()}
     _require_possible(args, path.stat().st_size, path)
     try:
-        model = _create(blueprint, args)
+        with quick_init():
+            model = _create(blueprint, args)
     except Exception as error:  # arguments may end in anything
         raise _not_created(name, error) from error
     state_dict = _unwrapped(state_dict, model, path)
     if not model.state_dict().keys() <= state_dict.keys():  # what a dense checkpoint lacks, as routers, stays as drawn
-        model = _create(blueprint, args, nullcontext())
+        model = _create(blueprint, args)
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
@@ -235,7 +235,8 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         _require_checksums(weights)
         args = {"num_classes": (blueprint.pretrained_cfg or {}).get("num_classes"), **blueprint.args, **spec.args()}
         _require_possible(args, weights.stat().st_size, "config.json")
-        model = _create(blueprint, spec.args())
+        with quick_init():
+            model = _create(blueprint, spec.args())
         _load_exactly(model, _unwrapped(state_dict, model, weights), len(state_dict))
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
@@ -315,11 +316,10 @@ def _fetch(name: str, file: str) -> Path:
 # --- for all of them
 
 
-def _create(blueprint: Blueprint, args: dict[str, Any], context: Any = None) -> nn.Module:
+def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
     """A model without its weights: of what is described, and of arguments that go before it."""
     given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
-    with context or quick_init():
-        model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
+    model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         model._model_args = given  # type: ignore[assignment]
     return model

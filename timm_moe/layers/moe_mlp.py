@@ -121,7 +121,6 @@ class MoeMlp(Experts):
         """Every expert on every row, by operators that every format has; at E times the cost of the network."""
         expert_TK = routing.experts()
         weight_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.weight is None else routing.weight
-
         weighted = []
         for number, expert in enumerate(self.each()):
             output = expert(x_TD)

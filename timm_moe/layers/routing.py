@@ -437,7 +437,7 @@ def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 1:
         return gate.max(-1, keepdim=True)
     rest, chosen = gate.detach(), []
-    for _ in range(k):  # much faster than a sort
+    for _ in range(k):  # ONNX has no stable sort
         chosen.append(rest.argmax(-1, keepdim=True))
         rest = rest.scatter(-1, chosen[-1], -torch.inf)
     indices = torch.cat(chosen, -1)
