@@ -64,8 +64,7 @@ for folder, kind in json.loads(sys.argv[1]):
         model = transformers.AutoModelForImageClassification.from_pretrained(folder)
     else:
         import torchvision
-        from foreign_loop import Classifier, lightning_classifier
-from own_model import OwnModel
+        from own_model import OwnModel
         from safetensors.torch import load_file
         build = torchvision.models.VisionTransformer
         model = OwnModel() if kind == "own model" else build(8, 2, 2, 2, 32, 64, num_classes=10)
@@ -190,7 +189,7 @@ def test_a_cell(kind, router, trainer, tmp_path, exported):
 
 
 def test_all_of_them_are_opened_without_this_package(exported):
-    assert exported
+    assert exported, "run this test together with the cells before it"
     arguments = (json.dumps(exported), Path(__file__).parent)
     modules = ("timm", "transformers.pipelines")
     done = run_code(OPEN, *arguments, modules=modules, autoload="0")
