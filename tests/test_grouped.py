@@ -137,6 +137,13 @@ def test_what_a_gpu_would_run(sizes, after):
         got = grouped._outer_on_gpu(with_bias, x, end, with_sum)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, **tolerance)
+    no_width, no_weight = x[:, :0], weight[..., :0]  # a bias alone, as of a norm
+    got, expected = (f(no_width, no_weight, bias, end) for f in (grouped._linear_on_gpu, grouped_linear))
+    assert torch.equal(got, expected)
+    got, expected = (
+        f(with_bias, no_width, end, True) for f in (grouped._outer_on_gpu, torch.ops.timm_moe.grouped_outer)
+    )
+    torch.testing.assert_close(got, expected, **tolerance)
 
 
 class Scaled(nn.Module):

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .grouped import needs_function
 from .scripting import checked_in_trace, in_plain_operators
 
 ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
@@ -176,9 +177,7 @@ def _places(expert_GSK: Tensor, allowed: int) -> int:
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``."""
-    if not torch.is_grad_enabled():
-        return x_TD.index_select(0, routing.order)
-    return _function(_Dispatch)(x_TD, routing.order, routing.place)
+    return _apply(_Dispatch, x_TD, routing.order, routing.place, None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
@@ -188,69 +187,77 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
         y_ND: outputs, in the order of ``routing.order``.
         routing: as the rows were dispatched.
     """
-    if not torch.is_grad_enabled():
-        return _weighted_sum(y_ND, routing.place, routing.weight)
-    return _function(_Combine)(y_ND, routing.order, routing.place, routing.weight)
+    return _apply(_Combine, y_ND, routing.order, routing.place, routing.weight)
 
 
-class _Dispatch(torch.autograd.Function):
-    """Rows picked by ``order``, with a backward that picks by ``place``.
+def _apply(function: Any, rows: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        run = function.apply if torch.is_grad_enabled() else function.forward
+    else:
+        run = _FOR_FUNC[function].apply if needs_function(rows, weight_TK) else function.forward
+    return run(rows, order, place_TK, weight_TK)
 
-    The backward of index_select adds rows up where they came from: by atomic operations on GPUs, in an order that
-    changes from run to run.
-    """
+
+def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> Tensor:
+    """(M, D): for each line of indices the sum of the rows that they name, each times its weight."""
+    weight_MK = None if weight_MK is None else weight_MK.to(rows.dtype)
+    if not torch.compiler.is_compiling():  # which makes one loop of what follows
+        return nn.functional.embedding_bag(index_MK, rows, mode="sum", per_sample_weights=weight_MK)
+    picked = [rows.index_select(0, index) for index in index_MK.unbind(1)]
+    if weight_MK is not None:
+        picked = [weight * row for weight, row in zip(weight_MK.unsqueeze(2).unbind(1), picked, strict=True)]
+    return sum(picked[1:], start=picked[0])
+
+
+def _products(x_TD: Tensor, y_ND: Tensor, order: Tensor, place_TK: Tensor) -> Tensor:
+    """(T, K) the product of each row with what stands at the place of each of its choices."""
+    return torch.linalg.vecdot(x_TD.index_select(0, order), y_ND)[place_TK]
+
+
+# Each of the two is the other's derivative. Those of torch's own operators add rows up where they came from: by atomic
+# operations on GPUs, in an order that changes from run to run.
+
+
+class _Move(torch.autograd.Function):
+    """Base of both: of rows, ``order``, ``place_TK`` and ``weight_TK``."""
 
     @staticmethod
-    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor) -> Tensor:
-        return x_TD.index_select(0, order)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        rows, order, place_TK, weight_TK = inputs
+        places = (order, place_TK, weight_TK)
+        ctx.save_for_backward(*places, rows if ctx.needs_input_grad[3] else None)
+        ctx.save_for_forward(*places, rows)
+
+
+class _Dispatch(_Move):
+    """Rows picked by ``order``, each times the weight of its choice."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        _, order, place_TK = inputs
-        ctx.save_for_backward(place_TK)
-        ctx.save_for_forward(order)
+    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+        if weight_TK is None:
+            return x_TD.index_select(0, order)
+        weight_N = weight_TK.new_zeros(order.shape[0]).scatter(0, place_TK.flatten(), weight_TK.flatten())
+        return _weighted_sum(x_TD, order.unsqueeze(1), weight_N.unsqueeze(1))
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
-        (place_TK,) = ctx.saved_tensors
-        return _weighted_sum(grad_ND, place_TK, None), None, None
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        order, place_TK, weight_TK, x_TD = ctx.saved_tensors
+        grad_TK = None if x_TD is None else _products(x_TD, grad_ND, order, place_TK).to(weight_TK.dtype)
+        return _apply(_Combine, grad_ND, order, place_TK, weight_TK), None, None, grad_TK
 
 
-def _weighted_sum(y_ND: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    choices = [y_ND.index_select(0, place) for place in place_TK.unbind(1)]
-    if weight_TK is not None:
-        weights = weight_TK.to(y_ND.dtype).unsqueeze(2).unbind(1)
-        choices = [weight * choice for weight, choice in zip(weights, choices, strict=True)]
-    return sum(choices[1:], start=choices[0])
-
-
-class _Combine(torch.autograd.Function):
-    """The weighted sum, with a backward that picks by ``order``; see :class:`_Dispatch` for why."""
+class _Combine(_Move):
+    """For each row the weighted sum of what stands at ``place_TK``."""
 
     @staticmethod
     def forward(y_ND: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
         return _weighted_sum(y_ND, place_TK, weight_TK)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y_ND, order, place_TK, weight_TK = inputs
-        ctx.has_weight = weight_TK is not None
-        kept = (place_TK, weight_TK) if ctx.has_weight else ()
-        ctx.save_for_backward(order, *kept, *([y_ND] if ctx.has_weight and ctx.needs_input_grad[3] else []))
-        ctx.save_for_forward(y_ND, place_TK, weight_TK)
-
-    @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        order, *kept = ctx.saved_tensors
-        grad_ND = grad_TD.index_select(0, order)
-        if not ctx.has_weight:
-            return grad_ND, None, None, None
-        place_TK, weight_TK, *outputs = kept
-        weight_N = weight_TK.new_zeros(order.shape[0]).scatter(0, place_TK.flatten(), weight_TK.flatten())
-        grad_weight_TK = None
-        if outputs:
-            grad_weight_TK = (grad_ND * outputs[0]).sum(1)[place_TK].to(weight_TK.dtype)
-        return grad_ND * weight_N.to(grad_TD.dtype).unsqueeze(1), None, None, grad_weight_TK
+        order, place_TK, weight_TK, y_ND = ctx.saved_tensors
+        grad_TK = None if y_ND is None else _products(grad_TD, y_ND, order, place_TK).to(weight_TK.dtype)
+        return _apply(_Dispatch, grad_TD, order, place_TK, weight_TK), None, None, grad_TK
 
 
 # What torch.compile does not know and torch.func needs.
@@ -260,27 +267,27 @@ class _DispatchForFunc(_Dispatch):
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx: Any, tangent_TD: Tensor, *_: Any) -> Tensor:
-        (order,) = ctx.saved_tensors
-        return tangent_TD.index_select(0, order)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _tangent(_Dispatch, ctx, *tangents)
 
 
 class _CombineForFunc(_Combine):
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx: Any, tangent_ND: Tensor | None, _order: Any, _place: Any, tangent_TK: Tensor | None) -> Tensor:
-        y_ND, place_TK, weight_TK = ctx.saved_tensors
-        parts = []
-        if tangent_ND is not None:
-            parts.append(_weighted_sum(tangent_ND, place_TK, weight_TK))
-        if tangent_TK is not None:
-            parts.append(_weighted_sum(y_ND, place_TK, tangent_TK))
-        return sum(parts[1:], start=parts[0])
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _tangent(_Combine, ctx, *tangents)
+
+
+def _tangent(function: Any, ctx: Any, rows: Tensor | None, *others: Any) -> Tensor:
+    order, place_TK, weight_TK, primal = ctx.saved_tensors
+    *_, weights = others
+    parts = []
+    if rows is not None:
+        parts.append(_apply(function, rows, order, place_TK, weight_TK))
+    if weights is not None:
+        parts.append(_apply(function, primal, order, place_TK, weights))
+    return sum(parts[1:], start=parts[0])
 
 
 _FOR_FUNC: dict[type, Any] = {_Dispatch: _DispatchForFunc, _Combine: _CombineForFunc}
-
-
-def _function(function: Any) -> Callable[..., Tensor]:
-    return (function if torch.compiler.is_compiling() else _FOR_FUNC[function]).apply

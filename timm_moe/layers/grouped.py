@@ -48,19 +48,19 @@ def spread_over_rows(stacked_EH: Tensor, end_E: Tensor, rows: int) -> Tensor:
 
 
 def _linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    if _needs_function(x_ND, weight_EHD, bias_EH):
+    if needs_function(x_ND, weight_EHD, bias_EH):
         return _Linear.apply(x_ND, weight_EHD, bias_EH, end_E)
     return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
 
 
 def _outer(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
     """For each run ``y.T @ x``, (E, H, D), and the sum of y, (E, H): gradients of weight and bias of a linear layer."""
-    if _needs_function(y_NH, x_ND):
+    if needs_function(y_NH, x_ND):
         return _Outer.apply(y_NH, x_ND, end_E, with_sum)
     return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
 
 
-def _needs_function(*tensors: Tensor | None) -> bool:
+def needs_function(*tensors: Tensor | None) -> bool:
     """Whether an autograd function has to do what an operator cannot: forward-mode differentiation.
 
     An operator would give zeros for it without a word. torch.compile does not know such a function, and it takes time.
@@ -141,7 +141,7 @@ torch.library.define("timm_moe::grouped_outer", "(Tensor y, Tensor x, Tensor end
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
 def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    if _fits_grouped_mm(x_ND, weight_EHD):
+    if _needs_no_sizes(x_ND, weight_EHD):
         return _linear_on_gpu(x_ND, weight_EHD, bias_EH, end_E)
     y_NH = x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
     sizes = sizes_of_runs(end_E, x_ND)
@@ -161,7 +161,7 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
 
 @torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
 def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    if _fits_grouped_mm(x_ND, y_NH):
+    if _needs_no_sizes(x_ND, y_NH):
         return _outer_on_gpu(y_NH, x_ND, end_E, with_sum)
     product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, end_E, with_sum)
     sizes = sizes_of_runs(end_E, x_ND)
@@ -188,13 +188,18 @@ def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
+def _needs_no_sizes(x_ND: Tensor, other: Tensor) -> bool:
+    """Whether this is on a GPU that gets by without the host knowing how long the runs are."""
+    return x_ND.is_cuda and (x_ND.shape[1] == 0 or _fits_grouped_mm(x_ND, other))
+
+
 def _fits_grouped_mm(x_ND: Tensor, other: Tensor) -> bool:
-    """Whether torch multiplies runs on this GPU without knowing their lengths: in bfloat16, rows of 16 bytes each."""
+    """Whether torch multiplies runs of these: in bfloat16, rows of 16 bytes each."""
     return (
         _grouped_mm is not None
-        and x_ND.is_cuda
         and x_ND.dtype == other.dtype == torch.bfloat16
         and x_ND.numel() > 0
+        and other.numel() > 0
         and all(width % 8 == 0 for width in (x_ND.shape[-1], *other.shape[1:]))
     )
 
@@ -202,7 +207,10 @@ def _fits_grouped_mm(x_ND: Tensor, other: Tensor) -> bool:
 def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
         weight_EHD = weight_EHD.contiguous()
-    y_NH = _grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E.int())
+    if x_ND.shape[1] == 0:  # a bias alone
+        y_NH = x_ND.new_zeros(x_ND.shape[0], weight_EHD.shape[1])
+    else:
+        y_NH = _grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E.int())
     expert_N = _expert_of_row(end_E, x_ND.shape[0])
     if bias_EH is not None:
         y_NH = y_NH + bias_EH.index_select(0, expert_N.clamp(max=end_E.shape[0] - 1))
@@ -211,9 +219,12 @@ def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
 
 def _outer_on_gpu(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
     y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
-    product_EHD = _grouped_mm(y_NH.t(), x_ND, offs=end_E.int())
-    idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
-    product_EHD = product_EHD.masked_fill_(idle_E.view(-1, 1, 1), 0)
+    if x_ND.shape[1] == 0:
+        product_EHD = y_NH.new_empty(end_E.shape[0], y_NH.shape[1], 0)
+    else:
+        product_EHD = _grouped_mm(y_NH.t(), x_ND, offs=end_E.int())
+        idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
+        product_EHD = product_EHD.masked_fill_(idle_E.view(-1, 1, 1), 0)
     if not with_sum:
         return product_EHD, y_NH.new_empty(end_E.shape[0], 0)
     expert_N = _expert_of_row(end_E, x_ND.shape[0])
