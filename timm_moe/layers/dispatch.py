@@ -107,12 +107,6 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     return Queue(rank_GSK, length_GE)
 
 
-def dropped(line: Queue, capacity: int | None) -> Tensor:
-    """() number of choices that are beyond the capacity, None for none."""
-    beyond_GE = line.length_GE.new_zeros(()) if capacity is None else (line.length_GE - capacity).clamp(min=0)
-    return beyond_GE.sum()
-
-
 def _falling(priority_GS: Tensor) -> Tensor:
     """The rows of each group, those with a higher value first, equal ones in their order."""
     if torch.onnx.is_in_onnx_export():  # which has no stable sort, but whose topk takes the first of equal ones
@@ -136,28 +130,42 @@ def _count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
 
 
-def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int | None) -> Routing:
+def assign_all(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
+    """Give each choice a place at its expert; no queue is needed where nothing is dropped.
+
+    Args:
+        expert_TK: chosen experts.
+        weight_TK: their weights.
+        num_experts: E.
+    """
+    rows, choices = expert_TK.shape
+    if in_plain_operators():
+        return assign(expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts), rows)
+    sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
+    place_N = torch.empty_like(choice_N)
+    place_N.scatter_(0, choice_N, torch.arange(rows * choices, device=expert_TK.device))
+    ends = torch.searchsorted(sorted_N, torch.arange(num_experts, device=expert_TK.device), right=True)
+    return Routing(choice_N // choices, ends, place_N.view(rows, choices), weight_TK)
+
+
+def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -> Routing:
     """Give each choice that is within the capacity its place at its expert.
 
     Args:
         expert_GSK: chosen experts.
         weight_GSK: their weights.
         line: from :func:`queue`.
-        capacity: choices that an expert takes of each group; None for all.
+        capacity: choices that an expert takes of each group.
     """
-    groups, rows, choices = expert_GSK.shape
+    groups, rows, _ = expert_GSK.shape
     num_experts = line.length_GE.shape[1]
-    kept_EG = line.length_GE.T
-    places = groups * rows * choices
-    if capacity is not None:
-        kept_EG = kept_EG.clamp(max=capacity)
-        places = _places(expert_GSK, groups * num_experts * capacity)
+    places = _places(expert_GSK, groups * num_experts * capacity)
+    kept_EG = line.length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
     place_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
-    if capacity is not None:
-        is_kept_GSK = line.rank_GSK < capacity
-        place_GSK = torch.where(is_kept_GSK, place_GSK, places - 1)  # a free one, if anything is dropped
-        weight_GSK = torch.where(is_kept_GSK, weight_GSK, 0)
+    is_kept_GSK = line.rank_GSK < capacity
+    place_GSK = torch.where(is_kept_GSK, place_GSK, places - 1)  # a free one, if anything is dropped
+    weight_GSK = torch.where(is_kept_GSK, weight_GSK, 0)
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
     order = row_GSK.new_zeros(places).scatter_(0, place_GSK.flatten(), row_GSK.flatten())
     return Routing(order, kept_EG.sum(1).cumsum(0), place_GSK.flatten(0, 1), weight_GSK.flatten(0, 1))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .dispatch import Routing, assign, queue
+from .dispatch import Routing, assign_all
 
 
 class ScriptableChoice(NamedTuple):
@@ -81,4 +81,4 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
             "A routing needs integers and their weights of one shape (T, K), got "
             f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
         )
-    return assign(expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts), None)
+    return assign_all(expert_TK, weight_TK, num_experts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, at_most, dropped, expert_capacity, queue
+from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
 from .draws import drawn
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
@@ -179,15 +179,24 @@ class TopKRouter(RecordingRouter):
             gate_GBNE = noisy_GBNE.softmax(3)
             weight_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
             weight_GSK, expert_GSK = weight_GBNK.flatten(1, 2), self._experts(choice_GBNK).flatten(1, 2)
-            line = queue(expert_GSK, self.num_experts, weight_GSK[..., 0] if self.batch_priority else None)
+            routing = self._assign(expert_GSK, weight_GSK, capacity)
             if self.is_recording():
+                load = expert_GSK.new_zeros(self.num_experts)
+                load = load.scatter_add_(0, expert_GSK.flatten(), torch.ones_like(expert_GSK).flatten())
                 self.record(
                     self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
-                    load=line.length_GE.sum(0),
-                    dropped=dropped(line, capacity),
+                    load=load,
+                    dropped=load.sum() - routing.ends[-1],
                     finite=logits_GBNE.isfinite().all(),
                 )
-        return assign(expert_GSK, self._gated(weight_GSK), line, capacity)
+        return routing
+
+    def _assign(self, expert_GSK: Tensor, weight_GSK: Tensor, capacity: int | None) -> Routing:
+        gated_GSK = self._gated(weight_GSK)
+        if capacity is None:
+            return assign_all(expert_GSK.flatten(0, 1), gated_GSK.flatten(0, 1), self.num_experts)
+        line = queue(expert_GSK, self.num_experts, weight_GSK[..., 0] if self.batch_priority else None)
+        return assign(expert_GSK, gated_GSK, line, capacity)
 
     def _gated(self, weight_GSK: Tensor) -> Tensor:
         if self.gate_mode == "one":
