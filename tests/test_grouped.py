@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import timm_moe
 from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter, grouped, routing_to
 from timm_moe.layers.grouped import grouped_linear, spread_over_rows
+from timm_moe.layers.grouped_network import grouped_form
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -167,6 +168,75 @@ class ByWeight(nn.Module):
         return x @ self.fc.weight.t()
 
 
+class Own(nn.Module):
+    """A class of a user's: two linear layers, and something done to what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)
+
+    def plain(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+    forward = plain
+
+
+class OverNorm(Own):
+    def forward(self, x):
+        y = self.plain(x)
+        return y / y.norm(dim=-1, keepdim=True)
+
+
+class OverWeightNorm(Own):
+    def forward(self, x):
+        return self.plain(x) / self.fc2.weight.norm()
+
+
+class OverShape(Own):
+    def forward(self, x):
+        return self.plain(x) / self.fc2.weight.shape[0]
+
+
+class ByClass(Own):
+    def forward(self, x):
+        return self.plain(x) * (2 if isinstance(self.fc1, nn.Linear) else 1)
+
+
+class BiasAgain(Own):
+    def forward(self, x):
+        return self.plain(x) + self.fc2.bias
+
+
+class TwoViews(Own):
+    """More rows than came in."""
+
+    def forward(self, x):
+        first, second = self.plain(torch.cat([x, -x])).tensor_split(2)
+        return first - second
+
+
+class InPieces(Own):
+    def forward(self, x):
+        return torch.cat([self.plain(piece) for piece in x.split(4)])
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def parametrized_bias():
+    ffn = Own()
+    nn.utils.parametrize.register_parametrization(ffn.fc1, "bias", Twice())
+    return ffn
+
+
+def patched():
+    ffn = Mlp(8, 12)
+    ffn.fc1.forward = lambda x: 2 * F.linear(x, ffn.fc1.weight, ffn.fc1.bias)
+    return ffn
+
+
 def hooked():
     ffn = Mlp(8, 12)
     ffn.fc1.register_forward_hook(lambda module, inputs, output: 2 * output)
@@ -183,10 +253,18 @@ NETWORKS = {
     "another width": lambda: Mlp(8, 12, 6),
     "scaled": Scaled,
     "PReLU": lambda: nn.Sequential(nn.Linear(8, 12), nn.PReLU(12), nn.Linear(12, 8)),
+    "own": Own,
+    "over its norm": OverNorm,
     "by its weight": ByWeight,
+    "over a weight's norm": OverWeightNorm,
+    "over a weight's shape": OverShape,
+    "by class": ByClass,
+    "bias again": BiasAgain,
+    "two views": TwoViews,
+    "in pieces": InPieces,
     "hooked": hooked,
 }
-IN_TURN = ("PReLU", "by its weight", "hooked")
+IN_TURN = {"PReLU", *list(NETWORKS)[list(NETWORKS).index("by its weight") :]}
 
 
 def layer_of(name, router=None, num_experts=4):
@@ -217,13 +295,47 @@ def test_a_network_over_all_rows_is_one_for_each_expert(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["SwiGLU with a norm", *(pytest.param(name, marks=pytest.mark.ci) for name in ("scaled", *IN_TURN))]
+    "name",
+    [
+        "SwiGLU with a norm",
+        *(pytest.param(name, marks=pytest.mark.ci) for name in ("scaled", "over its norm", "PReLU", "by its weight")),
+    ],
 )
 def test_compiled_as_one_graph(name):
     layer, x = layer_of(name), torch.randn(3, 7, 8)
     expected = outcome(layer, x)
     for a, b in zip(outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("make", [parametrized_bias, patched])
+def test_what_is_done_to_one_module_is_not_lost(make):
+    torch.manual_seed(0)
+    assert grouped_form(make(), 4) is None
+
+
+def test_what_becomes_of_no_rows_stays_inside():
+    """Zero over its norm is NaN, of values and of gradients."""
+    layer, x = layer_of("over its norm"), torch.randn(3, 7, 8)
+    layer(x)
+    assert layer.router.records[-1].dropped > 0
+    assert all(tensor.isfinite().all() for tensor in outcome(layer, x))
+
+
+def test_an_idle_expert_may_hold_anything_in_a_trace():
+    layer, x = layer_of("Mlp", TopKRouter(8, 4)).eval(), torch.randn(1, 6, 8)
+    idle = sorted(set(range(4)) - set(layer.router(x).experts().flatten().tolist()))
+    assert idle
+    with torch.no_grad():
+        layer.fc1.weight[idle[0]] = torch.inf
+        torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
+        assert layer(x).isfinite().all()
+
+
+def test_trying_a_network_out_draws_no_random_numbers():
+    ffn, before = Own(), torch.get_rng_state()
+    assert grouped_form(ffn, 4) is not None
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_inside_and_modes_reach_the_grouped_network():

@@ -144,6 +144,27 @@ def test_copies_state_dicts_and_ema_have_nothing_of_it(means):
     assert gone() is None
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [slice(1, None), slice(1, None, 2), slice(0, 8)])
+def test_what_is_compared_stands_in_all_columns(columns):
+    ewa, x = EwaMlp(Mlp(32, 64), 4, "independent").eval(), torch.randn(3, 32)
+    before = ewa(x)
+    ewa.fc1.weight.data[..., columns] *= 0.5
+    assert not torch.equal(ewa(x), before)
+
+
+@torch.no_grad()
+def test_parameters_may_be_swapped():
+    ewa, x = layer(), torch.randn(3, 8)
+    ewa(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        ewa.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert ewa(x.double()).dtype == torch.float64
+
+
 def test_a_model_in_another_place_or_type():
     ewa, x = layer(), torch.randn(3, 8)
     with torch.no_grad():

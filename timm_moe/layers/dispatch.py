@@ -24,7 +24,7 @@ class Routing(NamedTuple):
     Attributes:
         order: (N,) the row that stands at each place of the experts' input; first those of expert 0, then of expert 1,
             ... A row stands there as often as it is kept by an expert. Places after those of the last expert hold any
-            row; what comes of them is not used.
+            row; experts do not see them, and their outputs there are zero.
         ends: (E,) where the places of each expert end.
         place: (T, K) where in ``order`` each choice of a row stands; at or after ``ends[-1]`` for one that was dropped.
         weight: (T, K) factor of each choice's output, zero for one that was dropped; None for all ones.

@@ -10,10 +10,10 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from .functional import call
 from .grouped import sizes_of_runs
-from .grouped_network import grouped_form, grouped_paths
+from .grouped_network import grouped_form, grouped_paths, keeps_zeros
 from .kept_mean import forget, means_of
 
 EXPERT_INITS = ("same", "independent")
@@ -167,7 +167,12 @@ class Experts(StackedParameters):
         if self._grouped is None:
             return self._run_in_turn(x_ND, end_E)
         ends = {f"{path}.end": end_E for path in grouped_paths(self._grouped)}
-        return _call(self._grouped, {**dict(self.expert_weights()), **ends}, x_ND)
+        tensors = {**dict(self.expert_weights()), **ends}
+        if keeps_zeros(self._ffn):
+            return call(self._grouped, tensors, x_ND)
+        # Zeros may become NaN, as where a network divides by a norm: neither they nor their gradients may get out.
+        is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
+        return call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0)).masked_fill(is_after_N1, 0)
 
     def _run_in_turn(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
         """One expert after the other, for networks of which there is no grouped form."""
@@ -181,7 +186,7 @@ class Experts(StackedParameters):
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
         per_expert = {name: _autocast(stacked).unbind(0) for name, stacked in self.expert_weights()}
         return [
-            partial(_call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
+            partial(call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
             for expert in range(self.num_experts)
         ]
 
@@ -192,7 +197,7 @@ class Experts(StackedParameters):
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
-        return _call(self._ffn, means_of(self, dict(self.expert_weights())), x)
+        return call(self._ffn, means_of(self, dict(self.expert_weights())), x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A dense network of the original class that holds ``weights``, given by their dense names.
@@ -279,30 +284,6 @@ def _set_dropout(ffn: nn.Module, rate: float) -> None:
         raise ValueError(f"expert_dropout must lie between 0 and 1, got {rate!r}.")
     for _, dropout in dropouts(ffn):
         dropout.p = float(rate)
-
-
-def _call(ffn: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Run ``ffn`` with parameters and buffers in the place of its own.
-
-    torch.compile follows functional_call; elsewhere a shallow copy takes them, because functional_call changes the
-    module for the time of the call, which neither threads (nn.DataParallel) nor torch.jit.trace bear.
-    """
-    if torch.compiler.is_compiling():
-        return functional_call(ffn, tensors, (x,))
-    return _with_tensors(ffn, tensors)(x)
-
-
-def _with_tensors(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> nn.Module:
-    copied = module.__class__.__new__(module.__class__)
-    copied.__dict__.update(
-        module.__dict__,
-        _parameters={name: tensors.get(prefix + name) for name in module._parameters},
-        _buffers={name: tensors.get(prefix + name) for name in module._buffers},
-        _modules={
-            name: child and _with_tensors(child, tensors, f"{prefix}{name}.") for name, child in module._modules.items()
-        },
-    )
-    return copied
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

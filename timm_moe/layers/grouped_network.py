@@ -4,11 +4,13 @@ Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
 """
 
 import copy
+import math
 
 import torch
-from timm.layers import LayerNorm, LayerScale, RmsNorm
+from timm.layers import GluMlp, LayerNorm, LayerScale, Mlp, RmsNorm, SwiGLU
 from torch import Tensor, nn
 
+from .functional import with_tensors
 from .grouped import grouped_linear, spread_over_rows
 
 
@@ -83,19 +85,31 @@ _GROUPED: dict[object, type[_Grouped]] = {
 }
 
 
+#: Known to call their linear layers and norms and to do nothing else with them, and to end with a linear layer.
+_PLAIN = (Mlp, GluMlp, SwiGLU)
+
+
 def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
     """The network with grouped modules in the place of those with weights; None if there is no such form of it.
 
+    There is none of a network that does more with its linear layers than to call them (reads a weight, asks for a
+    class), or for which its rows are not those that came in: what any class of the user's computes is compared.
+
     Args:
-        ffn: on the meta device; what has no weights, such as a dropout, is shared with it.
+        ffn: its weights are not looked at; what has no weights, such as a dropout, is shared with it.
         num_experts: E.
     """
     try:
-        grouped = _replace(ffn, num_experts)
+        if keeps_zeros(ffn) or _computes_the_same(ffn):
+            return _replace(ffn, num_experts)
     except KeyError:
-        return None
-    widths = {module.in_features for module in ffn.modules() if isinstance(module, nn.Linear)}
-    return grouped if any(_accepts(grouped, width) for width in widths) else None
+        pass
+    return None
+
+
+def keeps_zeros(ffn: nn.Module) -> bool:
+    """Whether what a grouped linear layer leaves zero, the rows after the last run, are zero in the end."""
+    return type(ffn) in _PLAIN
 
 
 def grouped_paths(network: nn.Module) -> list[str]:
@@ -105,7 +119,8 @@ def grouped_paths(network: nn.Module) -> list[str]:
 
 def _replace(module: nn.Module, num_experts: int) -> nn.Module:
     """Raises KeyError for a module with weights that has no grouped form."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks) or "forward" in vars(module) or (module._parameters and module._modules):
         raise KeyError(module)
     if module._parameters:
         return _GROUPED[type(module).forward](module, num_experts)
@@ -118,10 +133,36 @@ def _replace(module: nn.Module, num_experts: int) -> nn.Module:
     return copied
 
 
-def _accepts(network: nn.Module, width: int) -> bool:
-    """Whether it runs on rows of this width: it could ask for more of its linear layers than to be called."""
+def _computes_the_same(ffn: nn.Module) -> bool:
+    """Whether a grouped form computes what each expert does, tried with arbitrary weights; KeyError if there is none.
+
+    Three experts, of which one has no rows; two rows come after the last run.
+    """
+    grouped = _replace(ffn, 3)
+    shapes = {name: parameter.shape for name, parameter in ffn.named_parameters()}
+    weights = {name: _arbitrary(seed, 3, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    end = torch.tensor([3, 3, 5], device="cpu")
+    ends = {f"{path}.end": end for path in grouped_paths(grouped)}
+    experts = [
+        with_tensors(ffn, {name: stacked[expert] for name, stacked in weights.items()}).eval() for expert in range(3)
+    ]
+    together = with_tensors(grouped, {**weights, **ends}).eval()
+    widths = {module.in_features for module in ffn.modules() if isinstance(module, nn.Linear)}
+    return any(_agree(together, experts, _arbitrary(width, 7, width)) for width in widths)
+
+
+@torch.no_grad()
+def _agree(together: nn.Module, experts: list[nn.Module], x_ND: Tensor) -> bool:
     try:
-        network(torch.empty(2, width, device="meta"))
+        expected = torch.cat([experts[0](x_ND[:3]), experts[2](x_ND[3:5])])
+        got = together(x_ND)
     except Exception:  # whatever a class of the user's raises
         return False
-    return True
+    return got.shape == (7, *expected.shape[1:]) and torch.allclose(got[:5], expected, rtol=1e-3, atol=1e-4)
+
+
+def _arbitrary(seed: int, *shape: int) -> Tensor:
+    """Numbers that repeat after a while, since drawing millions takes time; those of each row and expert differ."""
+    drawn = torch.randn(4099, generator=torch.Generator().manual_seed(seed), device="cpu")
+    numbers = math.prod(shape)
+    return drawn.repeat(numbers // len(drawn) + 1)[:numbers].view(shape) / math.sqrt(shape[-1])

@@ -5,6 +5,7 @@ merged adapters are often written. So some entries are compared as well. On a GP
 there nothing is kept.
 """
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,7 +22,7 @@ _SAMPLE = 128
 class _Source(NamedTuple):
     """What tells whether a parameter is still what it was."""
 
-    parameter: "weakref.ref[Tensor]"
+    identity: int
     version: int
     address: int
     sample: list[float]
@@ -29,12 +30,12 @@ class _Source(NamedTuple):
     @classmethod
     def of(cls, stacked: Tensor) -> "_Source":
         flat = stacked.detach().flatten()
-        sample = flat[:: max(1, flat.shape[0] // _SAMPLE)].tolist()
-        return cls(weakref.ref(stacked), stacked._version, stacked.data_ptr(), sample)
+        return cls(id(stacked), stacked._version, stacked.data_ptr(), flat[:: _stride(len(flat))].tolist())
 
-    def is_the_same(self, other: "_Source") -> bool:
-        # Not ==, by which references compare the entries of what they refer to.
-        return self.parameter() is other.parameter() and self[1:] == other[1:]
+
+def _stride(numel: int) -> int:
+    """Of some ``_SAMPLE`` entries, in all columns and rows: it shares no factor with the widths of the tensor."""
+    return next(stride for stride in range(max(1, numel // _SAMPLE), 0, -1) if math.gcd(stride, numel) == 1)
 
 
 class _Kept(NamedTuple):
@@ -67,7 +68,7 @@ def means_of(layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tenso
         return _means(weights)
     kept = _kept.get(layer)
     sources = [_Source.of(stacked) for stacked in weights.values()]
-    if kept is None or not all(map(_Source.is_the_same, kept.sources, sources)):
+    if kept is None or kept.sources != sources:
         with torch.inference_mode(False), torch.no_grad():  # for whoever comes next
             kept = _Kept(sources, _means(weights))
         if all(type(mean) is Tensor for mean in kept.means.values()):  # and not one without values

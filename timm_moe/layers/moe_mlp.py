@@ -124,8 +124,9 @@ class MoeMlp(Experts):
         weighted = []
         for number, expert in enumerate(self.each()):
             output = expert(x_TD)
-            gate_T1 = torch.where(expert_TK == number, weight_TK, 0).sum(1, keepdim=True)
-            weighted.append(gate_T1.to(output.dtype) * output)
+            is_chosen_TK = expert_TK == number
+            gate_T1 = torch.where(is_chosen_TK, weight_TK, 0).sum(1, keepdim=True).to(output.dtype)
+            weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))  # Inf of others aside
         return sum(weighted[1:], start=weighted[0])
 
     def _require_own_router(self) -> None:
