@@ -1,0 +1,83 @@
+"""Several runs at a time, what is done so far, and how long the rest takes."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from .runs import Run, RunFailed
+
+#: Seconds between two lines.
+INTERVAL = 60.0
+
+
+def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interval: float = INTERVAL) -> list[str]:
+    """Do the runs that are missing, those whose start is done first.
+
+    Args:
+        runs: all of a study, done or not.
+        jobs: how many at a time.
+        keep: called after each that ended, to write results.
+        interval: seconds between two lines about progress.
+
+    Returns:
+        What went wrong, a line for each run that failed, is worked on by another process, or had nothing to begin from.
+    """
+    waiting = [run for run in runs if not run.is_done()]
+    clock = _Clock(runs, jobs, len(waiting))
+    failed: list[str] = []
+    running: dict[Future[None], Run] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            ready = [run for run in waiting if run.can_start()][: jobs - len(running)]
+            waiting = [run for run in waiting if run not in ready]
+            for run in ready:
+                running[pool.submit(run.work)] = run
+            if not running:
+                failed += [f"{run.name}: not begun, since what it starts from has failed." for run in waiting]
+                break
+            ended, _ = wait(running, timeout=interval, return_when=FIRST_COMPLETED)
+            for future in ended:
+                run = running.pop(future)
+                failed += _outcome(future, run)
+                clock.see(run)
+            if ended:
+                keep()
+            clock.tell(list(running.values()))
+    return failed
+
+
+def _outcome(future: Future[None], run: Run) -> list[str]:
+    try:
+        future.result()
+    except RunFailed as error:
+        return [str(error)]
+    except BlockingIOError:
+        return [f"{run.name}: another process works on it."]
+    return []
+
+
+class _Clock:
+    """Says what is done and how long the rest takes, by the progress since it was made."""
+
+    def __init__(self, runs: Sequence[Run], jobs: int, missing: int):
+        self._total, self._done, self._jobs = len(runs), len(runs) - missing, jobs
+        self._start = time.monotonic()
+        self._before = {run: run.progress() for run in runs}
+        self._worked = 0.0  # runs' worth of epochs since the start
+
+    def see(self, run: Run) -> None:
+        self._done += 1
+        self._worked += 1 - self._before[run]
+
+    def tell(self, running: Sequence[Run]) -> None:
+        worked = self._worked + sum(run.progress() - self._before[run] for run in running)
+        left = sum(1 - before for before in self._before.values()) - worked
+        rest = f", about {_hours((time.monotonic() - self._start) / worked * left)} left" if worked > 0 else ""
+        now = "; now " + ", ".join(f"{run.name} ({run.progress():.0%})" for run in running) if running else ""
+        print(f"{self._done} of {self._total} runs done{rest}{now}", file=sys.stderr, flush=True)
+
+
+def _hours(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
