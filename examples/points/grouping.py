@@ -1,0 +1,80 @@
+"""From a cloud of points to groups of neighbours, in plain PyTorch and for a whole batch at once."""
+
+import torch
+from torch import Tensor
+
+
+def farthest_points(points: Tensor, count: int) -> Tensor:
+    """Indices of points that are far from each other (farthest point sampling, PointNet++, section 3.2).
+
+    The first point is the first one chosen. Each further one is the farthest from all that were chosen before. A cloud
+    of fewer distinct points repeats its first one.
+
+    Args:
+        points: (B, N, C).
+        count: how many to choose.
+
+    Returns:
+        Indices, (B, count).
+
+    Raises:
+        ValueError: if a cloud has fewer than ``count`` points, or coordinates that are not finite.
+    """
+    check_clouds(points, count)
+    rows = torch.arange(len(points), device=points.device)
+    chosen = torch.zeros(len(points), count, dtype=torch.long, device=points.device)
+    distance = points.new_full(points.shape[:2], torch.inf)
+    for place in range(1, count):
+        latest = points[rows, chosen[:, place - 1]]
+        distance = torch.minimum(distance, (points - latest[:, None]).square().sum(-1))
+        chosen[:, place] = distance.argmax(1)
+    return chosen
+
+
+def check_clouds(points: Tensor, count: int) -> None:
+    """Raise ValueError unless these are clouds (B, N, C) of at least ``count`` points with finite coordinates."""
+    if points.dim() != 3:
+        raise ValueError(f"A batch of clouds has the shape (clouds, points, coordinates), not {tuple(points.shape)}.")
+    if points.shape[1] < count:
+        raise ValueError(f"{count} points are needed of each cloud, these have {points.shape[1]}.")
+    if not points.isfinite().all():
+        cloud = (~points.isfinite()).flatten(1).any(1).nonzero()[0].item()
+        raise ValueError(f"Cloud {cloud} of the batch has coordinates that are not finite.")
+
+
+def nearest_points(points: Tensor, centers: Tensor, count: int) -> Tensor:
+    """Indices (B, G, count) of the points (B, N, C) that are nearest to each of the centres (B, G, C)."""
+    check_clouds(points, count)
+    exact = "donot_use_mm_for_euclid_dist"  # the faster way loses small distances far from the origin
+    return torch.cdist(centers, points, compute_mode=exact).topk(count, largest=False).indices
+
+
+def gather_points(values: Tensor, indices: Tensor) -> Tensor:
+    """The rows of values (B, N, C) at indices (B, ...): (B, ..., C)."""
+    rows = torch.arange(len(values), device=values.device)
+    return values[rows.view(-1, *[1] * (indices.dim() - 1)), indices]
+
+
+def group_points(points: Tensor, num_groups: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Far centres and the neighbours of each, which may be in several groups (Point-BERT, section 3.1).
+
+    Args:
+        points: (B, N, 3).
+        num_groups: G, how many centres.
+        group_size: K, neighbours of each, the centre itself among them.
+
+    Returns:
+        The neighbours' places relative to their centre, (B, G, K, 3), and the centres, (B, G, 3).
+
+    Raises:
+        ValueError: if a cloud has fewer points than that, or coordinates that are not finite.
+    """
+    centers = gather_points(points, farthest_points(points, num_groups))
+    neighbors = gather_points(points, nearest_points(points, centers, group_size))
+    return neighbors - centers[:, :, None], centers
+
+
+def normalize(points: Tensor) -> Tensor:
+    """Clouds (B, N, C) with their mean at 0 and their farthest point at distance 1; single points stay at 0."""
+    points = points - points.mean(1, keepdim=True)
+    return points / points.norm(dim=-1).amax(1).clamp_min(1e-9)[:, None, None]
