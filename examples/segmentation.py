@@ -1,100 +1,263 @@
-"""Dense prediction by token-routed ViMoE on scenes of digits: python examples/segmentation.py [EPOCHS [SEED]]
+"""ViMoE's segmentation (arXiv 2410.15732, section 6.2) on CamVid: python examples/segmentation.py CAMVID --output DIR
 
-As in the paper (arXiv 2410.15732, table 5), a linear layer on the last feature map tells the class of every pixel. With
-DINOv2's weights and a loader of ADE20K's 518 x 518 crops (150 classes, the rest 255), a training step would be
+A dense ViT is trained first. Each variant begins as a copy of it, and all are then trained alike: a linear layer on the
+patch tokens of the last block, every token routed by itself, layer decay, one scale. The table of all runs in DIR is
+printed at the end; a run that is finished is not run again. `--table DIR/results.json` prints it without training.
 
-    backbone = timm.create_model(
-        "vimoe_s14_shared", pretrained=True, features_only=True, out_indices=[-1], img_size=518,
-        routing_unit="token", aux_loss_weight=0.001,
-    )
-    head = nn.Conv2d(384, 150, 1)
-    logits = nn.functional.interpolate(head(backbone(images)[-1]), 518, mode="bilinear")  # from 37 x 37
-    loss = nn.functional.cross_entropy(logits, labels, ignore_index=255) + timm_moe.auxiliary_loss(backbone)
+With DINOv2's weights and ADE20K's crops of 518 x 518 pixels, the paper's model would be
 
-Here all is small and from scratch; every variant gets the same scenes. It needs the extras demo and evaluate.
+    Segmenter("vimoe_s14_shared", 150, pretrained=True, img_size=518, routing_unit="token", aux_loss_weight=0.001)
+
+It needs the extra evaluate.
 """
 
+import argparse
+import json
+import os
+import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import timm
 import torch
+from timm.optim import param_groups_layer_decay
+from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassJaccardIndex
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
 import timm_moe
-from timm_moe.demo import load_images
+from timm_moe.analysis.segmentation import MaskedImages
+from timm_moe.callbacks import export_moe
+from timm_moe.model_config import preprocessing
 
-CANVAS, DIGIT, CLASSES, BACKGROUND, STEPS_PER_EPOCH = 16, 8, 11, 10, 75
-SIZE = dict(img_size=CANVAS, patch_size=2, in_chans=1, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2, init_values=1.0)
-TOKENS = dict(routing_unit="token", aux_loss_weight=0.001)
-VARIANTS = {
-    "dense": ("vit_small_patch14_dinov2", {}),
-    "ViMoE": ("vimoe_s14", TOKENS),
-    "ViMoE, shared expert": ("vimoe_s14_shared", TOKENS),
-}
+CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"]
+VOID = 11
+SIZE = dict(patch_size=8, embed_dim=64, num_heads=2, init_values=1.0)  # 12 blocks, as in ViT-S
+TOKENS = dict(num_experts=4, routing_unit="token", aux_loss_weight=0.001)
+#: Options that all runs of a table have in common, and those of the dense model that they begin from.
+START = ("img_size", "start_epochs", "start_lr")
+SETTINGS = (*START, "epochs", "lr")
+BATCH, WEIGHT_DECAY, LAYER_DECAY, PADDING = 16, 0.05, 0.65, 8
+DENSE = "vit_small_patch14_dinov2"
+#: Mean IoU on ADE20K with 4 experts in the last L blocks: without and with a shared expert.
+PAPER = {"dense": 50.8}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"dense": (DENSE, {})}
+for layers, *figures in ((1, 51.0, 51.2), (2, 51.3, 51.5), (3, 50.6, 51.5), (6, 49.5, 51.4), (12, 43.5, 51.1)):
+    for suffix, figure in zip(("", "-shared"), figures, strict=True):
+        name, experts = f"L{layers}{suffix}", {**TOKENS, "moe_layers": f"tail-{layers}"}
+        PAPER[name] = figure
+        VARIANTS[name] = ("vimoe_s14" + suffix.replace("-", "_"), experts)
+        for gate in ("one", "renorm"):
+            VARIANTS[f"{name}-{gate}"] = (VARIANTS[name][0], {**experts, "gate_mode": gate})
+    VARIANTS[f"L{layers}-shared-zero"] = ("vimoe_s14_shared", {**experts, "shared_init": "zero_out"})
 
 
 class Segmenter(nn.Module):
-    """Maps images (B, 1, H, W) to logits (B, CLASSES, H, W)."""
+    """Maps images (B, 3, H, W) to logits (B, classes, H, W): a linear layer on the backbone's patch tokens."""
 
-    def __init__(self, name: str, **options):
+    def __init__(self, name: str, classes: int, **options: Any):
         super().__init__()
-        self.backbone = timm.create_model(name, features_only=True, out_indices=[-1], **SIZE, **options)
-        self.head = nn.Conv2d(self.backbone.feature_info.channels()[-1], CLASSES, 1)
+        self.backbone = timm.create_model(name, num_classes=0, **options)
+        self.head = nn.Conv2d(self.backbone.num_features, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        return nn.functional.interpolate(self.head(self.backbone(images)[-1]), images.shape[2:], mode="bilinear")
+        (features,) = self.backbone.forward_intermediates(images, indices=1, norm=True, intermediates_only=True)
+        return nn.functional.interpolate(self.head(features), images.shape[2:], mode="bilinear")
 
 
-def compose(digits: Tensor, labels: Tensor, scenes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two digits at random places, multiples of 4 pixels, per scene: images (N, 1, H, W) and their pixels' classes."""
-    images, classes = torch.full((scenes, CANVAS, CANVAS), -1.0), torch.full((scenes, CANVAS, CANVAS), BACKGROUND)
-    for scene in range(scenes):
-        for digit in torch.randint(len(digits), (2,), generator=generator):
-            top, left = 4 * torch.randint((CANVAS - DIGIT) // 4 + 1, (2,), generator=generator)
-            place = (scene, slice(top, top + DIGIT), slice(left, left + DIGIT))
-            ink = digits[digit, 0] > -0.5  # of [-1, 1]; the ink of a digit covers what lies below
-            images[place][ink], classes[place][ink] = digits[digit, 0][ink], labels[digit]
-    return images[:, None], classes
+def make(variant: str, options: argparse.Namespace) -> Segmenter:
+    name, experts = VARIANTS[variant]
+    return Segmenter(name, len(CLASSES), img_size=tuple(options.img_size), **SIZE, **experts)
+
+
+def load_split(camvid: Path, split: str, config: Mapping[str, Any]) -> TensorDataset:
+    """The images (N, 3, H, W) of a split and their labels (N, H, W), in memory."""
+    data = MaskedImages(camvid / split, camvid / f"{split}annot", config, CLASSES, VOID)
+    print(f"reading {len(data)} images of {data.root}", flush=True)
+    images, labels = zip(*(data[index] for index in range(len(data))), strict=True)
+    return TensorDataset(torch.stack(images), torch.stack(labels))
+
+
+class Augmented(TensorDataset):
+    """With random crops of padded images, and flips."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        image, labels = super().__getitem__(index)
+        fill = {tv_tensors.Image: 0, tv_tensors.Mask: VOID}
+        crop = v2.RandomCrop(tuple(labels.shape), padding=PADDING, fill=fill)
+        return v2.RandomHorizontalFlip()(crop(tv_tensors.Image(image), tv_tensors.Mask(labels)))
+
+
+def train(
+    model: Segmenter, data: TensorDataset, epochs: int, lr: float, layer_decay: float, seed: int, name: str
+) -> None:
+    torch.manual_seed(seed)  # nothing in these models is random, so all variants see the same batches
+    loader = DataLoader(Augmented(*data.tensors), BATCH, shuffle=True)
+    groups = param_groups_layer_decay(model.backbone, WEIGHT_DECAY, layer_decay=layer_decay)
+    optimizer = torch.optim.AdamW([*groups, {"params": model.head.parameters()}], lr, weight_decay=WEIGHT_DECAY)
+    steps = epochs * len(loader)
+    schedule = CosineLRScheduler(optimizer, max(steps, 1), warmup_t=steps // 10, warmup_prefix=True, t_in_epochs=False)
+    step, start = 0, time.monotonic()
+    for epoch in range(epochs):
+        model.train()
+        total = 0.0
+        for images, labels in loader:
+            schedule.step_update(step)
+            loss = nn.functional.cross_entropy(model(images), labels.as_subclass(Tensor), ignore_index=VOID)
+            (loss + timm_moe.auxiliary_loss(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step, total = step + 1, total + loss.item()
+        seconds = time.monotonic() - start
+        print(f"{name}: epoch {epoch + 1} of {epochs}, loss {total / len(loader):.3f}, {seconds:.0f} s", flush=True)
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, images: Tensor, classes: Tensor) -> list[float]:
-    """Pixel accuracy, and intersection over union of all scenes' pixels, averaged over the classes; in percent."""
-    metrics = [MulticlassAccuracy(CLASSES, average="micro"), MulticlassJaccardIndex(CLASSES)]
-    predicted = model.eval()(images).argmax(1)
-    return [100 * metric(predicted, classes).item() for metric in metrics]
+def mean_iou(model: Segmenter, data: TensorDataset) -> float:
+    """Intersection over union of all pixels that have a class, averaged over the classes; in percent."""
+    metric = MulticlassJaccardIndex(len(CLASSES), ignore_index=VOID)
+    model.eval()
+    for images, labels in DataLoader(data, BATCH):
+        metric.update(model(images).argmax(1), labels)
+    return 100 * metric.compute().item()
 
 
-def main(epochs: int = 10, seed: int = 0) -> None:
+def start_of_all(data: dict[str, TensorDataset], options: argparse.Namespace) -> dict[str, Tensor]:
+    """The weights of the dense model, from the file of an earlier call if there is one."""
+    file = options.output / "start.pth"
+    if file.is_file():
+        saved = torch.load(file)
+        require_same(file, saved["settings"], settings(options, START))
+        return saved["state_dict"]
+    torch.manual_seed(0)
+    model = make("dense", options)
+    train(model, data["train"], options.start_epochs, options.start_lr, 1.0, 0, "start")
+    print(f"start: mean IoU {mean_iou(model, data['test']):.1f} %", flush=True)
+    torch.save({"settings": settings(options, START), "state_dict": model.state_dict()}, f"{file}.part")
+    os.replace(f"{file}.part", file)
+    return model.state_dict()
+
+
+def run(
+    variant: str, seed: int, start: dict[str, Tensor], data: dict[str, TensorDataset], options: argparse.Namespace
+) -> None:
+    """Train a variant from the dense weights; writes its results and, if it has experts, its backbone for timm."""
+    name = f"{variant}-{seed}"
+    file = options.output / "runs" / f"{name}.json"
+    if file.is_file():
+        require_same(file, json.loads(file.read_text())["settings"], settings(options))
+        print(f"{name}: finished before", flush=True)
+        return
+    torch.manual_seed(seed)
+    model = make(variant, options)
+    model.load_state_dict(start)  # which makes each expert a copy of the dense network
+    before, begin = mean_iou(model, data["test"]), time.monotonic()
+    train(model, data["train"], options.epochs, options.lr, LAYER_DECAY, seed, name)
+    result = {"variant": variant, "seed": seed, "before": before, "seconds": time.monotonic() - begin}
+    result["mean_iou"] = mean_iou(model, data["test"])
+    print(f"{name}: mean IoU {before:.1f} % before, {result['mean_iou']:.1f} % after", flush=True)
+    if variant != "dense":
+        export_moe(model.backbone, options.output / "models" / name, overwrite=True)
+    file.parent.mkdir(exist_ok=True)
+    Path(f"{file}.part").write_text(json.dumps({**result, "settings": settings(options)}))
+    os.replace(f"{file}.part", file)
+
+
+def settings(options: argparse.Namespace, names: Sequence[str] = SETTINGS) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
+
+
+def require_same(file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ValueError(f"{file} was made with {name} {found.get(name)}, not {value}: name another --output.")
+
+
+def collect(output: Path) -> dict[str, Any]:
+    """All finished runs, also written to results.json."""
+    runs = [json.loads(file.read_text()) for file in sorted((output / "runs").glob("*.json"))]
+    common = [run.pop("settings") for run in runs]
+    versions = {"timm": timm.__version__, "torch": torch.__version__, "timm_moe": timm_moe.__version__}
+    results = {"settings": common[0], "versions": versions, "runs": runs}
+    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """Means over the seeds with standard errors; differences are those of runs of the same seed."""
+    by_variant: dict[str, dict[int, dict[str, float]]] = {}
+    for run in results["runs"]:
+        by_variant.setdefault(run["variant"], {})[run["seed"]] = run
+    dense = by_variant.get("dense", {})
+    lines = [
+        "| variant | seeds | before training | mean IoU | minus dense | paper, ADE20K |",
+        "|---|---|---|---|---|---|",
+    ]
+    for variant in filter(by_variant.__contains__, VARIANTS):
+        runs = by_variant[variant]
+        differences = [run["mean_iou"] - dense[seed]["mean_iou"] for seed, run in runs.items() if seed in dense]
+        lines.append(
+            f"| {variant} | {len(runs)} | {shown([run['before'] for run in runs.values()])} "
+            f"| {shown([run['mean_iou'] for run in runs.values()])} "
+            f"| {shown(differences, '+') if variant != 'dense' else ''} | {PAPER.get(variant, '')} |"
+        )
+    return "\n".join(lines)
+
+
+def shown(values: list[float], sign: str = "") -> str:
+    if not values:
+        return ""
+    mean = f"{statistics.mean(values):{sign}.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="ViMoE's segmentation on CamVid.")
+    parser.add_argument("camvid", type=Path, nargs="?", help="folder with train, trainannot, test, testannot")
+    parser.add_argument("--output", type=Path, default=Path("segmentation"), metavar="DIR", help="of runs and models")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="print the table of this results.json, train nothing"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(PAPER), metavar="NAME", help=", ".join(VARIANTS)
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="of each variant")
+    parser.add_argument("--lr", type=float, default=5e-4, metavar="X")
+    parser.add_argument("--start-epochs", type=int, default=40, metavar="N", help="of the dense model before")
+    parser.add_argument("--start-lr", type=float, default=2e-3, metavar="X")
+    parser.add_argument("--img-size", nargs=2, type=int, default=[96, 128], metavar=("H", "W"))
+    options = parser.parse_args(arguments)
+    if (options.camvid is None) == (options.table is None):
+        parser.error("name the folder of CamVid, or a results.json with --table")
+    if min(options.epochs, options.start_epochs) < 0:
+        parser.error("epochs cannot be negative")
+    return options
+
+
+def main(options: argparse.Namespace) -> None:
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
+        return
     torch.set_num_threads(1)  # models as small as these only lose time to a second thread
-    train_digits, test_digits = load_images()
-    test_scenes = compose(*test_digits, 300, torch.Generator().manual_seed(1))
-    table = [f"{'':<22}{'parameters':>12}{'pixel accuracy':>16}{'mean IoU':>10}{'seconds':>9}"]
-    for variant, (name, options) in VARIANTS.items():
-        torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed)
-        model = Segmenter(name, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=epochs * STEPS_PER_EPOCH)
-        start = time.perf_counter()
-        for epoch in range(epochs):
-            model.train()
-            for _ in range(STEPS_PER_EPOCH):
-                images, classes = compose(*train_digits, 16, generator)
-                loss = nn.functional.cross_entropy(model(images), classes) + timm_moe.auxiliary_loss(model)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-            accuracy, iou = evaluate(model, *test_scenes)
-            print(f"{variant}, epoch {epoch + 1}: pixel accuracy {accuracy:.1f} %, mean IoU {iou:.1f} %", flush=True)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        seconds = time.perf_counter() - start
-        table.append(f"{variant:<22}{parameters:>12,}{accuracy:>16.1f}{iou:>10.1f}{seconds:>9.0f}")
-    print("", *table, sep="\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    config = preprocessing(make("dense", options).backbone)
+    data = {split: load_split(options.camvid, split, config) for split in ("train", "test")}
+    start = start_of_all(data, options)
+    for seed in options.seeds:
+        for variant in options.variants:
+            run(variant, seed, start, data, options)
+    print("", table(collect(options.output)), sep="\n")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    try:
+        main(parse())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

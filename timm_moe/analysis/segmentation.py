@@ -1,0 +1,185 @@
+"""Images with a label for each pixel: read, checked against each other, brought to the size that a model takes."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timm.data import create_transform
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from ..checkpoints.source import describe
+from .data import PROGRESS_INTERVAL, Inference, UnreadableImage, naming_what_fails, read_image
+
+_logger = logging.getLogger(__name__)
+
+#: Endings of files that are taken for images or masks.
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+
+
+def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]:
+    """Each image with its mask: the files of two folders that have the same path there, but for the ending.
+
+    Raises:
+        FileNotFoundError: if a folder is not there or has no image.
+        ValueError: if an image has no mask, a mask no image, or two files of a folder the same name.
+    """
+    image_files, mask_files = _files(Path(images)), _files(Path(masks))
+    for found, others, kind, other in (
+        (image_files, mask_files, "image", "mask"),
+        (mask_files, image_files, "mask", "image"),
+    ):
+        lonely = sorted(found.keys() - others.keys())
+        if lonely:
+            raise ValueError(
+                f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as {found[lonely[0]]}."
+            )
+    return [(image_files[name], mask_files[name]) for name in sorted(image_files)]
+
+
+def _files(folder: Path) -> dict[Path, Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}.")
+    files: dict[Path, Path] = {}
+    for file in sorted(folder.rglob("*")):
+        if file.suffix.lower() not in _SUFFIXES:
+            continue
+        name = file.relative_to(folder).with_suffix("")
+        if name in files:
+            raise ValueError(
+                f"{files[name]} and {file} differ by their ending alone, so no mask is theirs for certain."
+            )
+        files[name] = file
+    if not files:
+        raise FileNotFoundError(f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}.")
+    return files
+
+
+class MaskedImages(Dataset):
+    """Pairs of an image (C, H, W) and its labels (H, W), both at the size that a model takes.
+
+    The whole image is resized, not cropped; labels are those of the nearest pixel.
+
+    Args:
+        images: folder of images.
+        masks: folder of their masks, of the same names; the value of a pixel is the number of its class.
+        config: of the model's input, from :func:`timm_moe.model_config.preprocessing`.
+        classes: names of the classes; by default any number is one, and is its name.
+        ignore_index: value of the pixels that have no class.
+
+    Raises:
+        FileNotFoundError: as :func:`pair_files`.
+        ValueError: as ``pair_files``; when a pair is read, if a file is damaged, the sizes of the two differ, a mask
+            has several channels, or a label is not one of a class.
+    """
+
+    def __init__(
+        self,
+        images: str | Path,
+        masks: str | Path,
+        config: Mapping[str, Any],
+        classes: Sequence[str] | None = None,
+        ignore_index: int = 255,
+    ):
+        self.root = Path(images)
+        self.pairs = pair_files(images, masks)
+        self.classes = classes
+        self.ignore_index = ignore_index
+        self.mode = "RGB" if config["input_size"][0] == 3 else "L"
+        self.size = tuple(config["input_size"][1:])
+        self.transform: Any = create_transform(
+            config["input_size"],
+            interpolation=config["interpolation"],
+            mean=config["mean"],
+            std=config["std"],
+            crop_pct=1.0,
+            crop_mode="squash",
+        )
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image_file, mask_file = self.pairs[index]
+        image = read_image(image_file, self.mode)
+        labels = self._labels(mask_file)
+        if labels.shape != (image.height, image.width):
+            sizes = " and ".join(f"{width} x {height}" for height, width in (image.size[::-1], labels.shape))
+            raise UnreadableImage(f"The image {image_file} and its mask differ in size: {sizes} pixels.")
+        resized = F.interpolate(labels[None, None].float(), self.size, mode="nearest-exact")  # exact below 2^24
+        return self.transform(image), resized[0, 0].long()
+
+    def class_name(self, number: int) -> str:
+        return str(number) if self.classes is None else self.classes[number]
+
+    def batches(self, inference: Inference) -> Iterator[tuple[Tensor, Tensor]]:
+        """All pairs in order: images (B, C, H, W) on the device, labels (B, H, W). The log tells the progress.
+
+        Raises:
+            ValueError: if a pair cannot be used.
+        """
+        _logger.info("%s: whole images and masks, resized to %s pixels.", self.root, " x ".join(map(str, self.size)))
+        loader = DataLoader(self, inference.batch_size, num_workers=inference.workers)
+        done, told = 0, time.monotonic()
+        for images, labels in naming_what_fails(loader):
+            yield images.to(inference.torch_device()), labels
+            done += len(labels)
+            if time.monotonic() - told > PROGRESS_INTERVAL:
+                told = time.monotonic()
+                _logger.info("%s: %s of %s images ...", self.root, f"{done:,}", f"{len(self):,}")
+
+    def _labels(self, file: Path) -> Tensor:
+        pixels = np.array(read_image(file))
+        if pixels.ndim != 2:
+            raise UnreadableImage(
+                f"The mask {file} has {pixels.shape[2]} channels; it must have one, which holds the numbers of classes."
+            )
+        labels = torch.from_numpy(pixels.astype(np.int64))
+        if self.classes is not None:
+            wrong = labels[(labels != self.ignore_index) & ((labels < 0) | (labels >= len(self.classes)))]
+            if len(wrong):
+                raise UnreadableImage(
+                    f"The mask {file} has the label {wrong[0]}, but there are {len(self.classes)} classes, 0 to "
+                    f"{len(self.classes) - 1}, and {self.ignore_index} for pixels without a class."
+                )
+        return labels
+
+
+def read_class_names(file: str | Path) -> list[str]:
+    """Names of classes from a text file, a line for each, in the order of their numbers.
+
+    Raises:
+        ValueError: if the file is no text, has none, or one of them twice.
+    """
+    try:
+        names = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The class map {file} is no text: {describe(error)}") from error
+    if not names:
+        raise ValueError(f"The class map {file} names no class.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"The class map {file} names a class twice.")
+    return names
+
+
+def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(B, P) most frequent label of each of the patches, in rows; of equally frequent ones the smallest.
+
+    Args:
+        labels_BHW: labels of pixels.
+        grid: patches of a column and of a row, whose product is P.
+
+    Raises:
+        ValueError: if the patches do not divide the image.
+    """
+    batch, height, width = labels_BHW.shape
+    rows, columns = grid
+    if height % rows or width % columns:
+        raise ValueError(f"{rows} x {columns} patches do not divide images of {height} x {width} pixels.")
+    patches = labels_BHW.unflatten(2, (columns, -1)).unflatten(1, (rows, -1)).transpose(2, 3)
+    return patches.flatten(3).mode(3).values.reshape(batch, rows * columns)
