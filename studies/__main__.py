@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("small", "paper"), default="small", help="for two cores, or the paper's")
     parser.add_argument("--seeds", type=int, metavar="N", help="instead of each study's own number")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time, one thread each"
+        "--jobs", type=int, metavar="N", help="runs at a time, one thread each (default: cores, on a GPU 1)"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="images: train/<class>/ and test/<class>/")
@@ -39,6 +39,10 @@ def main() -> None:
     unknown = set(args.names) - set(STUDIES)
     if unknown:
         parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
+    names = args.names or [name for name, study in STUDIES.items() if args.size in study.sizes]
+    without = [name for name in names if args.size not in STUDIES[name].sizes]
+    if without:
+        parser.error(f"{', '.join(without)} cannot be run with --size {args.size}")
     if args.report:
         page.write(HERE / "results")
         return
@@ -47,8 +51,8 @@ def main() -> None:
     if args.scripts is None or not (Path(args.scripts) / "train.py").exists():
         parser.error("give the folder that holds timm's train.py and validate.py by --scripts or TIMM_SCRIPTS")
     try:
-        failed = [line for name in args.names or STUDIES for line in _run(STUDIES[name], args)]
-    except FileNotFoundError as error:
+        failed = [line for name in names for line in _run(STUDIES[name], args)]
+    except (FileNotFoundError, FileExistsError) as error:
         parser.error(str(error))
     page.write(HERE / "results")
     if failed:
@@ -58,16 +62,17 @@ def main() -> None:
 def _run(study: Study, args: argparse.Namespace) -> list[str]:
     """Do what is missing of a study; lines about what failed."""
     size = study.sizes[args.size]
-    root = args.output / f"{study.name}-{args.size}"
-    folder = root / "images"
+    root = args.output / size.setting
     root.mkdir(parents=True, exist_ok=True)
-    classes = images.link(size.images, args.data_dir, folder)
-    place = Place(Path(args.scripts).resolve(), folder.resolve(), root.resolve(), classes, args.device)
-    seeds = range(args.seeds or size.seeds)
-    runs = [Run(study, size, training, seed, place) for seed in seeds for training in study.trainings()]
+    parts = {name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()}
+    place = Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device)
+    seeds = range(size.seeds.start, size.seeds.start + (args.seeds or len(size.seeds)))
+    runs = [Run(study, size, training, seed, place) for seed in seeds for training in size.trainings()]
     print(f"{study.name}: {study.question}", file=sys.stderr, flush=True)
     path = HERE / "results" / f"{study.name}-{args.size}.json"
-    return work_off(runs, args.jobs, lambda: results.write(path, runs))
+    results.write(path, runs)
+    jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
+    return work_off(runs, jobs, lambda: results.write(path, runs))
 
 
 if __name__ == "__main__":

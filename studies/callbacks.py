@@ -1,4 +1,4 @@
-"""timm's train.py with what it has no option for: ``python -m studies.callbacks NAME train.py OPTIONS``.
+"""timm's train.py with what it has no option for: ``python -m studies.callbacks NAME[=VALUE] train.py OPTIONS``.
 
 The script is run as it is; what is added stands in timm's factories of optimizers and schedulers before it starts.
 """
@@ -13,64 +13,97 @@ from typing import Any
 
 import timm.optim
 import timm.scheduler
-from timm.layers import Mlp
 from torch import nn
 from torch.optim import Optimizer
 
+from timm_moe.callbacks.lr_scales import scale_learning_rates
 from timm_moe.callbacks.switch_ema import SwitchEma
+from timm_moe.convert import ffn_paths
+from timm_moe.convert.blocks import select_blocks
+from timm_moe.layers import Fusion
 
-#: As EWA's models have them: so many experts in every second block.
-NUM_EXPERTS, EVERY = 4, 2
-SWITCH_EMA_DECAY = 0.998
+from . import candidates
 
 
-def switch_ema() -> None:
-    """Switch EMA at the end of each epoch."""
+def switch_ema(window: str) -> None:
+    """Switch EMA at the end of each epoch; the average's window is this part of an epoch."""
 
     def attach(optimizer: Optimizer, *, updates_per_epoch: int, **_: Any) -> None:
-        SwitchEma(optimizer, SWITCH_EMA_DECAY, updates_per_epoch)
+        SwitchEma(optimizer, 1 - 1 / (float(window) * updates_per_epoch), updates_per_epoch)
 
-    _after(timm.scheduler, "create_scheduler_v2", lambda _, arguments: attach(**arguments))
+    _around(timm.scheduler, "create_scheduler_v2", after=lambda _, arguments: attach(**arguments))
 
 
-def lr_over_experts() -> None:
-    """The learning rate of the networks that EWA would convert, divided by the number of experts."""
-    _after(
-        timm.optim, "create_optimizer_v2", lambda optimizer, arguments: _divide(optimizer, arguments["model_or_params"])
+def lr_divided(value: str) -> None:
+    """The learning rate of the networks that EWA would convert, divided: ``every-2/4`` by 4 in every second block."""
+    places, _, divisor = value.rpartition("/")
+
+    def divide(optimizer: Optimizer, arguments: dict[str, Any]) -> None:
+        _divide(optimizer, arguments["model_or_params"], places, float(divisor))
+
+    _around(timm.optim, "create_optimizer_v2", after=divide)
+
+
+def _divide(optimizer: Optimizer, model: nn.Module, places: str, divisor: float) -> None:
+    paths = ffn_paths(model)
+    networks = [model.get_submodule(paths[block]) for block in select_blocks(places, len(paths))]
+    slowed = {parameter: 1 / divisor for network in networks for parameter in network.parameters()}
+    scale_learning_rates(optimizer, slowed)
+
+
+def _freeze_all_but_fusion(model: nn.Module) -> None:
+    """Nothing is trained but the weights by which experts are fused, of experts that were trained before (XFT)."""
+    fusions = [module for module in model.modules() if isinstance(module, Fusion)]
+    if not fusions:
+        raise ValueError("The model has no experts that learned weights fuse: give it router=fused.")
+    model.requires_grad_(False)
+    for fusion in fusions:
+        fusion.requires_grad_(True)
+
+
+def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
+    """A callback without a value that changes the model before its optimizer is made."""
+    return lambda value: _around(
+        timm.optim, "create_optimizer_v2", before=lambda arguments: change(arguments["model_or_params"])
     )
 
 
-def _divide(optimizer: Optimizer, model: nn.Module) -> None:
-    networks = [module for module in model.modules() if isinstance(module, Mlp)][EVERY - 1 :: EVERY]
-    slowed = {id(parameter) for network in networks for parameter in network.parameters()}
-    for group in list(optimizer.param_groups):
-        chosen = [parameter for parameter in group["params"] if id(parameter) in slowed]
-        if chosen:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in slowed]
-            others = {name: value for name, value in group.items() if name != "params"}
-            optimizer.add_param_group({**others, "params": chosen, "lr_scale": 1 / NUM_EXPERTS})
-
-
-def _after(module: Any, name: str, see: Callable[[Any, dict[str, Any]], object]) -> None:
-    """Let a factory of timm's show what it made, and the arguments that it was given."""
+def _around(
+    module: Any,
+    name: str,
+    before: Callable[[dict[str, Any]], object] | None = None,
+    after: Callable[[Any, dict[str, Any]], object] | None = None,
+) -> None:
+    """Let a factory of timm's show the arguments that it is given, and what it made of them."""
     make = getattr(module, name)
     signature = inspect.signature(make)
 
     @functools.wraps(make)
     def make_and_show(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        if before is not None:
+            before(arguments)
         made = make(*args, **kwargs)
-        see(made, signature.bind(*args, **kwargs).arguments)
+        if after is not None:
+            after(made, arguments)
         return made
 
     setattr(module, name, make_and_show)
 
 
-CALLBACKS = {"switch_ema": switch_ema, "lr_over_experts": lr_over_experts}
+CALLBACKS: dict[str, Callable[[str], None]] = {
+    "switch_ema": switch_ema,
+    "lr_divided": lr_divided,
+    "only_fusion": _with_model(_freeze_all_but_fusion),
+    "rate_by_depth": _with_model(candidates.rate_by_depth),
+    **{name: _with_model(functools.partial(candidates.follow, name)) for name in candidates.CANDIDATES},
+}
 
 
 def main(name: str, script: str, *options: str) -> None:
     """Run a script of timm's with a callback."""
-    CALLBACKS[name]()
+    name, _, value = name.partition("=")
+    CALLBACKS[name](value)
     sys.argv = [script, *options]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

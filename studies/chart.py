@@ -1,32 +1,44 @@
 """A chart of each study: the differences to the baseline with their intervals."""
 
-import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-from .statistics import paired
+from .statistics import Difference, paired
 from .study import Study
 
 
+def chart_name(study: Study, size: str) -> str:
+    """Of the file."""
+    return f"study-{study.name}-{size}.png"
+
+
+def differences(study: Study, size: str, results: dict[str, Any]) -> dict[str, Difference]:
+    """Of the first figure, for the arms that share two seeds with the baseline."""
+    key = study.measure.figures[0].key
+    known = {
+        name: {seed: figures[key] for seed, figures in arm["figures"].items()} for name, arm in results["arms"].items()
+    }
+    baseline, *others = (arm.name for arm in study.sizes[size].arms)
+    pairs = {name: paired(known.get(name, {}), known.get(baseline, {})) for name in others}
+    return {name: pair for name, pair in pairs.items() if pair and pair.seeds > 1}
+
+
 def draw(study: Study, size: str, results: dict[str, Any], folder: Path) -> None:
-    """Write ``study-<name>-<size>.png``; nothing where no arm has two seeds beside the baseline."""
-    baseline, *others = study.arms
-    arms = results["arms"]
-    pairs = {arm.name: paired(arms.get(arm.name, {}), arms.get(baseline.name, {})) for arm in others}
-    shown = {name: pair for name, pair in pairs.items() if pair and math.isfinite(pair.low)}
+    """Write the chart, if there are differences to show."""
+    shown = differences(study, size, results)
     if not shown:
         return
-    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.4 * len(shown)), layout="constrained")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    canvas, axes = pyplot.subplots(figsize=(7, 0.8 + 0.35 * len(shown)), layout="constrained")
     means = [pair.mean for pair in shown.values()]
     axes.errorbar(means, range(len(shown)), xerr=[pair.mean - pair.low for pair in shown.values()], fmt="o", capsize=3)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(shown)), list(shown))
     axes.invert_yaxis()
-    axes.set_xlabel(f"top-1 in points beside {baseline.name}, 95 % interval")
-    figure.savefig(folder / f"study-{study.name}-{size}.png", dpi=100)
-    pyplot.close(figure)
+    axes.set_xlabel(f"{study.measure.figures[0].title} beside {study.sizes[size].arms[0].name}, 95 % interval")
+    canvas.savefig(folder / chart_name(study, size), dpi=100)
+    pyplot.close(canvas)

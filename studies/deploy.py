@@ -1,4 +1,4 @@
-"""How the model that counts is made of a finished training: commands that write it to a folder."""
+"""How what counts is made of a finished training: commands, and where their result is."""
 
 import sys
 from dataclasses import dataclass
@@ -7,21 +7,36 @@ from typing import Protocol
 
 
 class Deployment(Protocol):
-    """Makes a folder that timm loads by ``local-dir:`` of what train.py has left."""
+    """Makes what is measured, or what another training needs, of train.py's folder."""
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         """The command lines to run, one after the other.
 
         Args:
             training: folder with train.py's checkpoints.
-            target: folder of the model.
+            target: folder for the result.
         """
+        ...
+
+    def result(self, training: Path, target: Path) -> Path:
+        """Where the result is."""
         ...
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """train.py's last checkpoint, as it is."""
+
+    def commands(self, training: Path, target: Path) -> list[list[str]]:
+        return []
+
+    def result(self, training: Path, target: Path) -> Path:
+        return training / "last.pth.tar"
+
+
+@dataclass(frozen=True)
 class Export:
-    """``timm-moe export``: a dense model.
+    """``timm-moe export``: a folder that timm loads by ``local-dir:``, of a dense model unless the options say else.
 
     Attributes:
         options: of the command.
@@ -31,6 +46,9 @@ class Export:
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         return [_export(training / "last.pth.tar", target, *self.options)]
+
+    def result(self, training: Path, target: Path) -> Path:
+        return target
 
 
 @dataclass(frozen=True)
@@ -48,13 +66,10 @@ class LatestAverage:
         average = [sys.executable, "-m", "studies.latest_average", str(training), str(averaged), str(self.epochs)]
         return [average, _export(averaged, target)]
 
+    def result(self, training: Path, target: Path) -> Path:
+        return target
+
 
 def _export(checkpoint: Path, target: Path, *options: str) -> list[str]:
-    return [
-        str(Path(sys.executable).with_name("timm-moe")),
-        "export",
-        str(checkpoint),
-        str(target),
-        "--overwrite",
-        *options,
-    ]
+    command = str(Path(sys.executable).with_name("timm-moe"))
+    return [command, "export", str(checkpoint), str(target), "--overwrite", *options]

@@ -1,6 +1,9 @@
 """The images of a study: a part of a folder, as links, so that train.py reads it as any other."""
 
-import os
+import hashlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from .study import Images
@@ -8,34 +11,56 @@ from .study import Images
 SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-def link(images: Images, source: Path, target: Path) -> int:
-    """Make ``target`` the part of ``source`` that a study is about, anew unless it is there already.
+@dataclass(frozen=True)
+class Part:
+    """What a study's images are.
+
+    Attributes:
+        classes: how many.
+        digest: of their names.
+    """
+
+    classes: int
+    digest: str
+
+
+def link(images: Images, source: Path, target: Path) -> Part:
+    """Make ``target`` the part of ``source`` that a study is about, unless it is that already.
 
     Args:
         images: which.
         source: holds ``train/<class>/`` and ``test/<class>/``.
         target: a folder of links.
 
-    Returns:
-        Number of classes.
-
     Raises:
-        FileNotFoundError: if there are no such images.
+        FileNotFoundError: if there are no such images, or the folder has another number of classes than the study's.
+        FileExistsError: if ``target`` holds others.
     """
-    classes = _classes(source / "train")[slice(*images.classes)]
-    if not classes:
-        raise FileNotFoundError(f"No images of the classes that the study takes are in {source}/train/<class>/.")
+    found = _classes(source / "train")
+    if len(found) != images.of:
+        raise FileNotFoundError(f"The study is about {images.of} classes of images; {source}/train has {len(found)}.")
+    classes = found[slice(*images.classes)]
+    wanted = {path: file for name in classes for path, file in _of_class(name, images, source)}
     if not target.exists():
-        unfinished = target.with_name(f"{target.name}.unfinished")
-        for name in classes:
-            _link_files(_files(source / "train" / name)[slice(*images.train)], unfinished / "train" / name)
-            _link_files(_files(source / "test" / name), unfinished / "test" / name)
-        unfinished.rename(target)
-    return len(classes)
+        _make(wanted, target)
+    elif {path.relative_to(target): path.resolve() for path in target.glob("*/*/*")} != wanted:
+        raise FileExistsError(f"{target} holds other images than the study's of {source}: move it away.")
+    names = "\n".join(sorted(map(str, wanted)))
+    return Part(len(classes), hashlib.sha256(names.encode()).hexdigest()[:16])
 
 
 def _classes(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _of_class(name: str, images: Images, source: Path) -> Iterator[tuple[Path, Path]]:
+    """Where the images of a class go, and where they are."""
+    parts = {"train": ("train", images.train), "test": ("test", (None,))}
+    if images.held_out is not None:
+        parts["test"] = ("train", images.held_out)
+    for split, (origin, which) in parts.items():
+        for file in _files(source / origin / name)[slice(*which)]:
+            yield Path(split, name, file.name), file.resolve()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -45,9 +70,10 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _link_files(files: list[Path], target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        link = target / file.name
-        if not link.exists():
-            os.symlink(file.resolve(), link)
+def _make(links: dict[Path, Path], target: Path) -> None:
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for path, file in links.items():
+        (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+        (unfinished / path).symlink_to(file)
+    unfinished.rename(target)

@@ -1,25 +1,27 @@
 """The page of all results, written from the JSON files: tables, what the intervals allow to be said, and charts."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from .catalogue import STUDIES
+from .chart import chart_name, differences, draw
+from .measure import Figure
 from .statistics import Difference, paired, standard_error
 from .study import Arm, Study
 
 NOTHING = (
     "No study has been run yet: nothing here shows that EWA, routed experts or ensembles improve on dense training."
 )
+ONE_SEED = "one seed, which tells nothing"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TEMPLATE = Path(__file__).with_name("results.md")
 
 
 def write(folder: Path) -> None:
     """Write the page, and a chart for each study that has results."""
-    from .chart import draw
-
     for study, size, results in stored(folder):
         draw(study, size, results, PAGE.parent / "images")
     PAGE.write_text(text(folder))
@@ -43,50 +45,125 @@ def stored(folder: Path) -> list[tuple[Study, str, dict[str, Any]]]:
 
 def section(study: Study, size: str, results: dict[str, Any]) -> str:
     """Of one study."""
-    arms = [arm for arm in study.arms if results["arms"].get(arm.name)]
-    baseline = study.arms[0]
-    differences = {arm.name: paired(results["arms"][arm.name], results["arms"][baseline.name]) for arm in arms[1:]}
-    lines = [
-        f"## {study.title}",
-        "",
-        f"{study.question} ({study.source}; `python -m studies {study.name} --size {size}`)",
-        "",
-    ]
-    lines += [
-        f"| | top-1 % | difference to {baseline.name}, 95 % interval | seeds | the paper | CPU time | memory |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [_row(arm, results, differences.get(arm.name), baseline) for arm in arms]
-    lines += ["", *(_sentence(name, difference, baseline) for name, difference in differences.items() if difference)]
-    versions = results["versions"]
-    lines += [
-        "",
-        f"{versions['device']}; torch {versions['torch']}, timm {versions['timm']}, Python {versions['python']}.",
-    ]
-    return "\n".join(lines)
+    arms = [arm for arm in study.sizes[size].arms if figures_of(results, arm.name)]
+    baseline = study.sizes[size].arms[0]
+    figures = [figure for figure in study.measure.figures if any(_values(results, arm, figure) for arm in arms)]
+    heads = [head for figure in figures for head in (figure.title, f"beside {baseline.name}, 95 % interval")]
+    return "\n".join(
+        [
+            f"## {study.title}",
+            "",
+            f"{study.question} ({study.source}; `python -m studies {study.name} --size {size}`)",
+            "",
+            f"| | {' | '.join(heads)} | seeds | the paper | time in all | memory |",
+            "|---" * (len(heads) + 5) + "|",
+            *(_row(arm, figures, results, baseline) for arm in arms),
+            "",
+            *_sentences(study, size, figures, results),
+            "",
+            *_chart(study, size, results),
+            *_circumstances(results),
+        ]
+    )
 
 
-def _row(arm: Arm, results: dict[str, Any], difference: Difference | None, baseline: Arm) -> str:
-    figures = list(results["arms"][arm.name].values())
-    spread = f" ± {standard_error(figures):.2f}" if len(figures) > 1 else ""
-    shown = f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})" if difference else ""
-    paper = "" if arm.paper is None else f"{arm.paper:.2f}"
+def figures_of(results: dict[str, Any], arm: str) -> dict[str, dict[str, float]]:
+    """Of each seed."""
+    return results["arms"].get(arm, {}).get("figures", {})
+
+
+def _circumstances(results: dict[str, Any]) -> Iterator[str]:
+    """Hardware and versions, and how many runs had a break."""
+    costs = [cost for of_training in results["cost"].values() for cost in of_training.values()]
+    for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
+        yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
+    broken = sum(not cost["whole"] for cost in costs)
+    yield f"Of {len(costs)} trainings {broken} went on after a break."
+
+
+def _chart(study: Study, size: str, results: dict[str, Any]) -> list[str]:
+    if not differences(study, size, results):
+        return []
+    return [f"![The differences with their intervals](images/{chart_name(study, size)})", ""]
+
+
+def _row(arm: Arm, figures: list[Figure], results: dict[str, Any], baseline: Arm) -> str:
+    cells = [cell for figure in figures for cell in _cells(arm, figure, results, baseline)]
     own, base = (_cost(results, which) for which in (arm, baseline))
-    time = f"{own['cpu_seconds'] / base['cpu_seconds']:.2f}" if own and base else ""
+    time = f"{own['seconds'] / base['seconds']:.2f}" if own and base else ""
     memory = f"{own['peak_mib'] / base['peak_mib']:.2f}" if own and base else ""
-    return f"| {arm.name} | {mean(figures):.2f}{spread} | {shown} | {len(figures)} | {paper} | {time} | {memory} |"
+    seeds = len(figures_of(results, arm.name))
+    return f"| {arm.name} | {' | '.join(cells)} | {seeds} | {arm.paper} | {time} | {memory} |"
+
+
+def _cells(arm: Arm, figure: Figure, results: dict[str, Any], baseline: Arm) -> tuple[str, str]:
+    """The mean, and the difference to the baseline."""
+    values = _values(results, arm, figure)
+    if not values:
+        return "", ""
+    digits = figure.decimals
+    spread = f" ± {standard_error(list(values.values())):.{digits}f}" if len(values) > 1 else ""
+    difference = None if arm is baseline else paired(values, _values(results, baseline, figure))
+    shown = "" if difference is None else _interval(difference, figure)
+    return f"{mean(values.values()):.{digits}f}{spread}", shown
+
+
+def _interval(difference: Difference, figure: Figure) -> str:
+    low, middle, high = (
+        f"{value:+.{figure.decimals}f}" for value in (difference.low, difference.mean, difference.high)
+    )
+    return f"{middle} ({low} to {high})" if difference.seeds > 1 else middle
+
+
+def _values(results: dict[str, Any], arm: Arm, figure: Figure) -> dict[str, float]:
+    known = figures_of(results, arm.name)
+    return {seed: figures[figure.key] for seed, figures in known.items() if figure.key in figures}
 
 
 def _cost(results: dict[str, Any], arm: Arm) -> dict[str, float] | None:
-    """Mean cost of the trainings of an arm that were not interrupted."""
-    whole = [cost for cost in results["cost"].get(arm.training.name, {}).values() if cost["whole"]]
-    return {name: mean(cost[name] for cost in whole) for name in ("cpu_seconds", "peak_mib")} if whole else None
+    """Of all trainings that an arm takes: the sum of their mean times, and the most memory, of runs without a break."""
+    whole = [
+        [cost for cost in results["cost"].get(training.name, {}).values() if cost["whole"]]
+        for training in arm.trainings()
+    ]
+    if not all(whole):
+        return None
+    seconds = sum(mean(cost["seconds"] for cost in costs) for costs in whole)
+    return {"seconds": seconds, "peak_mib": max(mean(cost["peak_mib"] for cost in costs) for costs in whole)}
 
 
-def _sentence(name: str, difference: Difference, baseline: Arm) -> str:
-    """What the interval allows to be said."""
-    if difference.seeds < 2:
-        return f"- {name}: one seed, which tells nothing."
-    if difference.verdict == "not told apart":
-        return f"- {name}: not told apart from {baseline.name}."
-    return f"- {name}: {difference.verdict} than {baseline.name}."
+def _sentences(study: Study, size: str, figures: list[Figure], results: dict[str, Any]) -> Iterator[str]:
+    """What the intervals allow to be said, of each arm and the baseline, and of the other pairs."""
+    arms = {arm.name: arm for arm in study.sizes[size].arms}
+    baseline, *others = arms
+    for figure in figures:
+        if not figure.sign:
+            continue
+        against = {name: _difference(results, arms[name], arms[baseline], figure) for name in others}
+        known = {name: difference for name, difference in against.items() if difference is not None}
+        yield from _verdicts(known, baseline, figure)
+        for name, other in study.pairs:
+            difference = _difference(results, arms[name], arms[other], figure)
+            if difference is not None:
+                verdict = _verdict(difference, figure)
+                yield f"- {figure.title}: *{name}* beside *{other}*: {verdict}, {_interval(difference, figure)}."
+
+
+def _difference(results: dict[str, Any], arm: Arm, other: Arm, figure: Figure) -> Difference | None:
+    return paired(_values(results, arm, figure), _values(results, other, figure))
+
+
+def _verdicts(known: dict[str, Difference], baseline: str, figure: Figure) -> Iterator[str]:
+    """One line for each verdict."""
+    by_verdict: dict[str, list[str]] = {}
+    for name, difference in known.items():
+        by_verdict.setdefault(_verdict(difference, figure), []).append(f"*{name}*")
+    if set(by_verdict) == {ONE_SEED}:
+        yield f"- {figure.title} beside *{baseline}*: {ONE_SEED}."
+        return
+    for verdict, names in by_verdict.items():
+        yield f"- {figure.title} beside *{baseline}*: {verdict}: {'; '.join(names)}."
+
+
+def _verdict(difference: Difference, figure: Figure) -> str:
+    return difference.verdict(figure.sign) if difference.seeds > 1 else ONE_SEED

@@ -1,13 +1,14 @@
-"""Runs what is missing of a study: trains, deploys and validates, one process and one thread for each run.
+"""Runs what is missing of a study: trains, deploys and measures, one process and one thread for each run.
 
 A run is a training for one seed with all arms that are deployed of it. Its folder says what is done:
 
-    <study>-<size>/<training>/<seed>/
+    <setting>/<training>/<seed>/
+        uses-<name>/     what it needs of other trainings
         train/           train.py's checkpoints; last.pth.tar is what a killed run goes on from
         stated.json      what the run is about, so that another one is never taken for it
         trained.json     cost, once train.py has ended
         <arm>/           the deployed model
-        <arm>.json       what validate.py says of it
+        <arm>.json       what is measured of it
         log.txt          all that was printed
         lock             held by whoever works here, also if the process that started it was killed
 """
@@ -15,18 +16,24 @@ A run is a training for one seed with all arms that are deployed of it. Its fold
 import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from .study import Arm, Size, Study, Training
+from .deploy import Deployment
+from .images import Part
+from .measure import Measure
+from .study import Arm, Size, Study, Training, slug
+from .versions import versions_here
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+#: Seeds between two draws.
+DRAWS = 1000
 
 
 class RunFailed(RuntimeError):
@@ -39,16 +46,14 @@ class Place:
 
     Attributes:
         scripts: folder with timm's train.py and validate.py.
-        images: folder of the study's images.
-        root: of the study's runs.
-        classes: number of classes of the images.
+        root: folder of the runs of the setting; the images are in it by their names.
+        images: what they are, by their names.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
     scripts: Path
-    images: Path
     root: Path
-    classes: int
+    images: dict[str, Part]
     device: str = "cpu"
 
 
@@ -68,30 +73,35 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self._folder_of(self.training)
+        return self.place.root / self.training.name / str(self.seed)
 
-    def _folder_of(self, training: Training) -> Path:
-        return self.place.root / training.name / str(self.seed)
+    def _of(self, training: Training) -> "Run":
+        """The run of another training for the same seed."""
+        return replace(self, training=training)
 
     def arms(self) -> list[Arm]:
-        return [arm for arm in self.study.arms if arm.training.name == self.training.name]
+        return [arm for arm in self.size.arms if arm.training.name == self.training.name]
 
     def stated(self) -> dict[str, Any]:
         """What decides the results of the run, beside seed and versions."""
-        starts = [training.name for training in (self.training.start,) if training is not None]
         return {
             "model": self.size.models[self.training.model],
             "kwargs": [*self.size.kwargs, *self.training.kwargs],
             "options": [*self.size.options, *self.training.options],
-            "images": [list(self.size.images.classes), list(self.size.images.train)],
-            "starts": starts,
+            "images": asdict(self.place.images[self.training.images]),
+            "device": self.place.device,
+            "uses": {use.name: [str(use.deployment), self._of(use.training).stated()] for use in self.training.uses},
             "callback": self.training.callback,
+            "draw": self.training.draw,
         }
 
     def is_done(self) -> bool:
         """Whether nothing is left to do."""
-        done = (self.folder / "trained.json").exists() and all(self._result(arm).exists() for arm in self.arms())
-        return done and not self._is_another()
+        return self.is_trained() and all(self._figures(arm) is not None for arm in self.arms())
+
+    def is_trained(self) -> bool:
+        """Whether train.py has ended."""
+        return (self.folder / "trained.json").exists() and not self._is_another()
 
     def _is_another(self) -> bool:
         """Whether the folder holds a run that was stated otherwise."""
@@ -99,21 +109,37 @@ class Run:
         return path.exists() and json.loads(path.read_text()) != self.stated()
 
     def can_start(self) -> bool:
-        """Whether the training that it begins from has ended."""
-        start = self.training.start
-        return start is None or (self._folder_of(start) / "trained.json").exists()
+        """Whether the trainings that it needs have ended."""
+        needed = [use.training for use in self.training.uses]
+        needed += [training for arm in self.arms() for training in arm.beside]
+        return all(self._of(training).is_trained() for training in needed)
 
     def results(self) -> dict[str, Any]:
-        """What is known so far: the training's cost, and what validate.py says of each arm; nothing of another run."""
+        """What is known so far: the training's cost, and the figures of each arm; nothing of another run."""
         if self._is_another():
             return {"cost": None, "arms": {}}
         cost = self.folder / "trained.json"
+        figures = {arm.name: self._figures(arm) for arm in self.arms()}
         return {
             "cost": json.loads(cost.read_text()) if cost.exists() else None,
-            "arms": {
-                arm.name: json.loads(self._result(arm).read_text()) for arm in self.arms() if self._result(arm).exists()
-            },
+            "arms": {name: known for name, known in figures.items() if known is not None},
         }
+
+    def statement(self, arm: Arm) -> dict[str, Any]:
+        """What decides the figures of an arm, beside seed and versions."""
+        beside = {training.name: self._of(training).stated() for training in arm.beside}
+        measure = " ".join([type(self._measure_of(arm)).__name__, *self._measure_of(arm).options])
+        deployed = {"deployment": str(arm.deployment), "beside": beside, "measure": measure}
+        return {"training": self.stated(), **deployed}
+
+    def _measure_of(self, arm: Arm) -> Measure:
+        return arm.measure or self.study.measure
+
+    def _figures(self, arm: Arm) -> dict[str, float] | None:
+        """What was measured of an arm that was deployed and measured in this way."""
+        path = self._result(arm)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        return known["figures"] if known.get("stated") == self.statement(arm) else None
 
     def work(self) -> None:
         """Do what is missing.
@@ -127,13 +153,11 @@ class Run:
             if self._is_another():
                 raise RunFailed(f"{self.name}: {self.folder} holds a run of other options: move it away.")
             _write(self.folder / "stated.json", self.stated())
-            if not (self.folder / "trained.json").exists():
-                is_whole = not (self.folder / "train" / "last.pth.tar").exists()
-                cost = self._call(self._train_command(), log, lock)
-                _write(self.folder / "trained.json", {**cost, "whole": is_whole})
+            if not self.is_trained():
+                self._train(log, lock)
             for arm in self.arms():
-                if not self._result(arm).exists():
-                    self._deploy(arm, log, lock)
+                if self._figures(arm) is None:
+                    self._measure(arm, log, lock)
 
     def progress(self) -> float:
         """The fraction of its epochs that are over."""
@@ -142,44 +166,78 @@ class Run:
         epochs = [
             int(line.partition(",")[0]) + 1 for line in lines if line[:1].isdigit()
         ]  # a resumed run has two heads
-        options = [*self.training.options, *self.size.options]
-        return max(epochs, default=0) / int(options[options.index("--epochs") + 1])
+        options = [*self.size.options, *self.training.options]
+        last = len(options) - 1 - options[::-1].index("--epochs")
+        return max(epochs, default=0) / int(options[last + 1])
 
     def _result(self, arm: Arm) -> Path:
         return self.folder / f"{slug(arm.name)}.json"
 
-    def _train_command(self) -> list[str]:
+    def _train(self, log: IO[str], lock: int) -> None:
+        is_whole = not (self.folder / "train" / "last.pth.tar").exists()
+        used = {
+            use.name: self._deploy(use.training, use.deployment, f"uses-{use.name}", log, lock)
+            for use in self.training.uses
+        }
+        cost = self._call(self._train_command(used), log, lock)
+        if self.progress() < 1:  # train.py ends well where it is interrupted
+            raise RunFailed(f"{self.name}: train.py was interrupted after {self.progress():.0%} of its epochs.")
+        versions = versions_here(self.place.device)
+        _write(self.folder / "trained.json", {**cost, "whole": is_whole, "versions": versions})
+
+    def _train_command(self, used: dict[str, Path]) -> list[str]:
         script = [str(self.place.scripts / "train.py")]
         if self.training.callback:
             script = ["-m", "studies.callbacks", self.training.callback, *script]
         stated = self.stated()
         options = ["--model", stated["model"], *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else [])]
-        options += [*stated["options"], *self._data_options(), "--val-split", "test"]
-        options += ["--num-classes", str(self.place.classes), "--seed", str(self.seed)]
+        options += [option.format_map(used) for option in stated["options"]]
+        options += [*self._data_options(), "--val-split", ""]
+        options += [
+            "--num-classes",
+            str(self.place.images[self.training.images].classes),
+            "--seed",
+            str(self.seed + DRAWS * self.training.draw),
+        ]
         options += ["--output", str(self.folder), "--experiment", "train"]
         last = self.folder / "train" / "last.pth.tar"
         if last.exists():
             options += ["--resume", str(last)]
-        elif self.training.start is not None:
-            options += ["--initial-checkpoint", str(self._folder_of(self.training.start) / "train" / "last.pth.tar")]
         return [sys.executable, *script, *options]
 
     def _data_options(self) -> list[str]:
         workers = "0" if self.place.device == "cpu" else "4"
-        return ["--data-dir", str(self.place.images), "--device", self.place.device, "-j", workers]
+        images = self.place.root / self.training.images
+        return ["--data-dir", str(images), "--device", self.place.device, "-j", workers]
 
-    def _deploy(self, arm: Arm, log: IO[str], lock: int) -> None:
-        target = self.folder / slug(arm.name)
-        for command in arm.deployment.commands(self.folder / "train", target):
+    def _deploy(self, training: Training, deployment: Deployment, name: str, log: IO[str], lock: int) -> Path:
+        """Make what is deployed of a training, in a folder of this run."""
+        source, target = self._of(training).folder / "train", self.folder / name
+        for command in deployment.commands(source, target):
             self._call(command, log, lock)
-        validation = self.folder / f"{slug(arm.name)}.validation.json"
-        options = ["--model", f"local-dir:{target}", "--pretrained", *self._data_options(), "--split", "test"]
-        options += ["--results-file", str(validation), "--results-format", "json"]
-        self._call([sys.executable, str(self.place.scripts / "validate.py"), *options], log, lock)
-        _write(self._result(arm), json.loads(validation.read_text()))
+        return deployment.result(source, target)
+
+    def _measure(self, arm: Arm, log: IO[str], lock: int) -> None:
+        trainings = (self.training, *arm.beside)
+        names = [slug(arm.name), *(f"{slug(arm.name)}-{training.name}" for training in arm.beside)]
+        models = [
+            self._deploy(training, arm.deployment, name, log, lock)
+            for training, name in zip(trainings, names, strict=True)
+        ]
+        measured = self.folder / f"{slug(arm.name)}.measured.json"
+        data = [*self._data_options(), "--split", "test"]
+        measure = self._measure_of(arm)
+        self._call(measure.command(models, data, self.place.scripts, measured), log, lock)
+        figures = measure.read(measured)
+        _write(self._result(arm), {"stated": self.statement(arm), "figures": figures})
 
     def _call(self, command: list[str], log: IO[str], lock: int) -> dict[str, float]:
-        """Run a command, whose process holds the lock too; its cost, in seconds of CPU time and MiB at the peak."""
+        """Run a command, whose process holds the lock too.
+
+        Returns:
+            Its seconds, of CPU time or where a GPU works of the clock, and MiB at the peak.
+        """
+        started = time.monotonic()
         print(f"+ {' '.join(command)}", file=log, flush=True)
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD}, pass_fds=[lock]
@@ -194,12 +252,9 @@ class Run:
             last_line = (Path(log.name).read_text().splitlines() or [""])[-1]
             what = next(Path(word).name for word in command if not word.startswith("-") and word != sys.executable)
             raise RunFailed(f"{self.name}: {what} ended with {process.returncode}: {last_line} ({log.name})")
-        return {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_mib": usage.ru_maxrss / 1024}
-
-
-def slug(name: str) -> str:
-    """A name as that of a file."""
-    return "-".join(re.findall(r"[a-z0-9.]+", name.lower()))
+        is_cpu = self.place.device == "cpu"
+        seconds = usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started
+        return {"seconds": seconds, "peak_mib": usage.ru_maxrss / 1024}
 
 
 @contextmanager

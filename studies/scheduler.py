@@ -12,7 +12,7 @@ INTERVAL = 60.0
 
 
 def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interval: float = INTERVAL) -> list[str]:
-    """Do the runs that are missing, those whose start is done first.
+    """Do the runs that are missing, those that others need first.
 
     Args:
         runs: all of a study, done or not.
@@ -21,7 +21,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
         interval: seconds between two lines about progress.
 
     Returns:
-        What went wrong, a line for each run that failed, is worked on by another process, or had nothing to begin from.
+        What went wrong, a line for each run that failed, is worked on by another process, or lacks what it needs.
     """
     waiting = [run for run in runs if not run.is_done()]
     clock = _Clock(runs, jobs, len(waiting))
@@ -34,13 +34,14 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
             for run in ready:
                 running[pool.submit(run.work)] = run
             if not running:
-                failed += [f"{run.name}: not begun, since what it starts from has failed." for run in waiting]
+                failed += [f"{run.name}: not begun, since what it needs is not done." for run in waiting]
                 break
             ended, _ = wait(running, timeout=interval, return_when=FIRST_COMPLETED)
             for future in ended:
                 run = running.pop(future)
-                failed += _outcome(future, run)
-                clock.see(run)
+                told = _outcome(future, run)
+                failed += told
+                clock.see(run, is_done=not told)
             if ended:
                 keep()
             clock.tell(list(running.values()))
@@ -66,8 +67,8 @@ class _Clock:
         self._before = {run: run.progress() for run in runs}
         self._worked = 0.0  # runs' worth of epochs since the start
 
-    def see(self, run: Run) -> None:
-        self._done += 1
+    def see(self, run: Run, is_done: bool) -> None:
+        self._done += is_done
         self._worked += 1 - self._before[run]
 
     def tell(self, running: Sequence[Run]) -> None:

@@ -8,6 +8,7 @@ from statistics import mean, stdev
 from scipy.stats import t
 
 CONFIDENCE = 0.95
+NOT_TOLD_APART = "not told apart"
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,15 @@ class Difference:
     high: float
     seeds: int
 
-    @property
-    def verdict(self) -> str:
-        """``"better"``, ``"worse"`` or ``"not told apart"``: what the interval allows to be said."""
-        return "better" if self.low > 0 else "worse" if self.high < 0 else "not told apart"
+    def verdict(self, sign: int) -> str:
+        """``"better"``, ``"worse"`` or ``"not told apart"``: what the interval allows to be said.
+
+        Args:
+            sign: 1 if more is better, -1 if less is.
+        """
+        if self.low <= 0 <= self.high:
+            return NOT_TOLD_APART
+        return "better" if self.mean * sign > 0 else "worse"
 
 
 def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Difference | None:

@@ -1,9 +1,11 @@
 """What a study is: trainings by train.py, what is deployed of each, on which images, and what is compared with what."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .deploy import Deployment, Export
+from .deploy import Checkpoint, Deployment, Export
+from .measure import Measure, Validation
 
 
 @dataclass(frozen=True)
@@ -11,12 +13,17 @@ class Images:
     """A part of a folder of images, ``train/<class>/`` and ``test/<class>/``.
 
     Attributes:
+        of: number of classes of the whole folder, so that a study is not run on another one's images.
         classes: which of the classes, in alphabetical order: start, stop and step.
-        train: which of the training images of each class, in alphabetical order. All test images are taken.
+        train: which of the training images of each class, in alphabetical order.
+        held_out: which of the training images of each class are evaluated on, for what is chosen by the result; by
+            default the test images are, all of them.
     """
 
+    of: int = 100
     classes: tuple[int | None, ...] = (None,)
     train: tuple[int | None, ...] = (None,)
+    held_out: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -27,17 +34,36 @@ class Training:
         name: of the folder of its runs.
         model: which of the models of the study's size.
         kwargs: of the model, beside those of the size.
-        options: of train.py, beside those of the size.
-        start: the training of the same seed whose last checkpoint it begins from.
-        callback: name of what :mod:`studies.callbacks` adds to train.py, which has no option for it.
+        options: of train.py, beside those of the size. ``{name}`` is the path of what is used by that name.
+        uses: what it needs of other trainings of the same seed.
+        images: which of the images of the size.
+        callback: what :mod:`studies.callbacks` adds to train.py, which has no option for it: a name, or ``name=value``.
+        draw: tells trainings apart that differ by chance alone.
     """
 
     name: str
     model: str
     kwargs: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    start: "Training | None" = None
+    uses: tuple["Use", ...] = ()
+    images: str = "images"
     callback: str = ""
+    draw: int = 0
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a training needs of another one: weights to begin from, a teacher.
+
+    Attributes:
+        name: in the options of the training that needs it.
+        training: the other one.
+        deployment: how it is made of that.
+    """
+
+    name: str
+    training: Training
+    deployment: Deployment = field(default_factory=Checkpoint)
 
 
 @dataclass(frozen=True)
@@ -48,13 +74,28 @@ class Arm:
         name: in the tables.
         training: what it comes from; arms may share one.
         deployment: how it is made of the trained model.
-        paper: the paper's figure, in the unit of the study.
+        beside: other trainings, whose models are deployed likewise and measured together with it, as an ensemble.
+        measure: the same figures as the study's, measured otherwise.
+        paper: what the paper has of it.
     """
 
     name: str
     training: Training
     deployment: Deployment = field(default_factory=Export)
-    paper: float | None = None
+    beside: tuple[Training, ...] = ()
+    paper: str = ""
+    measure: Measure | None = None
+
+    def trainings(self) -> list[Training]:
+        """All that it takes, each once, after those that it uses."""
+        used = [each for training in (*self.beside, self.training) for each in _with_used(training)]
+        return list({training.name: training for training in used}.values())
+
+
+def _with_used(training: Training) -> Iterator[Training]:
+    for use in training.uses:
+        yield from _with_used(use.training)
+    yield training
 
 
 @dataclass(frozen=True)
@@ -62,18 +103,27 @@ class Size:
     """How large a study is.
 
     Attributes:
-        images: that it is trained on.
+        setting: name of the folder of its runs. Studies of the same setting share trainings of the same name.
+        arms: the first is the baseline.
+        images: that models are trained on, by the names that trainings have for them.
         models: names for timm, by the names that trainings have for them.
         kwargs: of all of these models.
         options: of train.py, for all trainings.
-        seeds: how many runs of each training.
+        seeds: of the runs of each training.
     """
 
-    images: Images
+    setting: str
+    arms: tuple[Arm, ...]
+    images: dict[str, Images]
     models: dict[str, str]
     kwargs: tuple[str, ...]
     options: tuple[str, ...]
-    seeds: int
+    seeds: range
+
+    def trainings(self) -> list[Training]:
+        """Each once, after those that it uses."""
+        by_name = {training.name: training for arm in self.arms for training in arm.trainings()}
+        return list(by_name.values())
 
 
 @dataclass(frozen=True)
@@ -84,29 +134,21 @@ class Study:
         name: as on the command line.
         title: of its section.
         question: in a sentence or two.
-        arms: the first is the baseline.
-        sizes: by name, ``"small"`` for two cores and ``"paper"`` for a GPU.
         source: paper and table.
+        sizes: by name, ``"small"`` for two cores and ``"paper"`` for a GPU.
+        measure: what is measured of each arm.
+        pairs: names of arms that are compared beside the comparisons with the baseline.
     """
 
     name: str
     title: str
     question: str
-    arms: tuple[Arm, ...]
-    sizes: dict[str, Size]
     source: str
-
-    def trainings(self) -> Iterator[Training]:
-        """Each once, those that others begin from first."""
-        seen: set[str] = set()
-        for arm in self.arms:
-            for training in _with_starts(arm.training):
-                if training.name not in seen:
-                    seen.add(training.name)
-                    yield training
+    sizes: dict[str, Size]
+    measure: Measure = field(default_factory=Validation)
+    pairs: tuple[tuple[str, str], ...] = ()
 
 
-def _with_starts(training: Training) -> Iterator[Training]:
-    if training.start is not None:
-        yield from _with_starts(training.start)
-    yield training
+def slug(name: str) -> str:
+    """A name as that of a file."""
+    return "-".join(re.findall(r"[a-z0-9.]+", name.lower()))

@@ -1,5 +1,6 @@
 """Studies: runs by timm's real train.py, which resume and never repeat; intervals, and the page that follows."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,20 +10,25 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
 pytest.importorskip("scipy")
 from scipy.stats import ttest_rel
 
-from studies import images, page, results
+from studies import callbacks, candidates, cifar100, images, page, results
 from studies.catalogue import STUDIES
+from studies.deploy import Export
 from studies.latest_average import average
+from studies.measure import Evaluation
 from studies.runs import Place, Run
 from studies.scheduler import work_off
-from studies.statistics import paired, standard_error
-from studies.study import Arm, Images, Size, Study, Training
+from studies.statistics import NOT_TOLD_APART, paired, standard_error
+from studies.study import Arm, Images, Size, Study, Training, Use
+from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.callbacks.switch_ema import SwitchEma
 
 SCRIPTS = os.environ.get("TIMM_SCRIPTS")
@@ -43,20 +49,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-def small_study(*arms):
+def small_study(*arms, **more):
     options = ["--img-size", "8", "--epochs", "3", "--warmup-epochs", "0", "--opt", "adamw", "--lr", "1e-3", "-b", "8"]
     kwargs = ("img_size=8", "patch_size=4", "embed_dim=16", "depth=2", "num_heads=2")
     models = {"dense": "vit_tiny_patch16_224", "ewa": "vit_tiny_ewa_moe"}
-    size = Size(Images(train=(0, 8)), models, kwargs, tuple(options), seeds=1)
-    return Study("tiny", "Tiny", "Does it run?", arms, {"small": size}, "nothing")
+    size = Size("tiny", arms, {"images": Images(of=2, train=(0, 8))}, models, kwargs, tuple(options), range(1))
+    return Study("tiny", "Tiny", "Does it run?", "nothing", {"small": size}, **more)
 
 
 def make_runs(study, folder, seeds=1):
     size, root = study.sizes["small"], folder / "runs"
     root.mkdir(exist_ok=True)
-    classes = images.link(size.images, folder / "all", root / "images")
-    place = Place(Path(SCRIPTS or "."), root / "images", root, classes)
-    return [Run(study, size, training, seed, place) for seed in range(seeds) for training in study.trainings()]
+    parts = {name: images.link(part, folder / "all", root / name) for name, part in size.images.items()}
+    place = Place(Path(SCRIPTS or "."), root, parts)
+    return [Run(study, size, training, seed, place) for seed in range(seeds) for training in size.trainings()]
 
 
 DENSE = Training("dense", "dense")
@@ -73,9 +79,9 @@ def test_two_arms_from_images_to_the_page(folder):
     stored = json.loads(kept.read_text())
     assert set(stored["arms"]) == {"dense", "EWA"}
     for name in stored["arms"]:
-        assert 0 <= stored["arms"][name]["0"] <= 100
+        assert 0 <= stored["arms"][name]["figures"]["0"]["top1"] <= 100
     section = page.section(study, "small", stored)
-    assert f"| EWA | {stored['arms']['EWA']['0']:.2f} |" in section
+    assert f"| EWA | {stored['arms']['EWA']['figures']['0']['top1']:.2f} |" in section
     assert "one seed, which tells nothing" in section
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
     assert work_off(make_runs(study, folder), 1, list) == []  # nothing is done twice
@@ -115,14 +121,128 @@ def test_a_killed_run_goes_on_from_its_last_epoch(folder):
 @needs_scripts
 def test_an_arm_that_fails_is_told_and_the_others_go_on(folder, capfd):
     wrong = Training("wrong", "ewa", ("share_rate=2",))
-    after = Training("after", "dense", start=wrong)
+    after = Training("after", "dense", uses=(Use("start", wrong),))
     study = small_study(Arm("dense", DENSE), Arm("wrong", wrong), Arm("after", after))
     runs = make_runs(study, folder)
     told = work_off(runs, 1, list)
     assert len(told) == 2
     assert "wrong, seed 0: train.py ended with 1: ValueError: share_rate must lie between 0 and" in told[0]
-    assert told[1] == "after, seed 0: not begun, since what it starts from has failed."
+    assert told[1] == "after, seed 0: not begun, since what it needs is not done."
     assert [run.training.name for run in runs if run.is_done()] == ["dense"]
+
+
+def test_what_others_need_comes_first_and_must_be_the_same(folder):
+    teacher = Training("teacher", "ewa")
+    student = Training("student", "dense", ("depth=2",), ("--epochs", "1", "--x", "{of}"), (Use("of", teacher),))
+    study = small_study(Arm("student", student, beside=(DENSE,)))
+    runs = {run.training.name: run for run in make_runs(study, folder)}
+    assert list(runs) == ["dense", "teacher", "student"]
+    command = runs["student"]._train_command({"of": Path("there.tar")})
+    assert command[command.index("--x") + 1] == "there.tar"
+    assert not runs["student"].can_start()
+    for name in ("dense", "teacher"):
+        runs[name].folder.mkdir(parents=True)
+        (runs[name].folder / "stated.json").write_text(json.dumps(runs[name].stated()))
+        (runs[name].folder / "trained.json").write_text("{}")
+    assert runs["student"].can_start()
+    (runs["teacher"].folder / "stated.json").write_text(json.dumps({**runs["teacher"].stated(), "draw": 1}))
+    assert not runs["student"].can_start()
+    other = replace(student, uses=(Use("of", replace(teacher, kwargs=("num_experts=2",))),))
+    assert replace(runs["student"], training=other).stated() != runs["student"].stated()
+
+
+def test_an_arm_that_is_deployed_otherwise_is_measured_again(folder):
+    (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
+    run.folder.mkdir(parents=True)
+    (run.folder / "stated.json").write_text(json.dumps(run.stated()))
+    (run.folder / "trained.json").write_text("{}")
+    (run.folder / "dense.json").write_text(
+        json.dumps({"stated": run.statement(run.arms()[0]), "figures": {"top1": 1.0}})
+    )
+    assert run.is_done()
+    ema = small_study(Arm("dense", DENSE, Export(("--use-ema",))))
+    assert not replace(run, study=ema, size=ema.sizes["small"]).is_done()
+    evaluated = small_study(Arm("dense", DENSE), measure=Evaluation())
+    assert not replace(run, study=evaluated, size=evaluated.sizes["small"]).is_done()
+
+
+def test_results_that_were_made_otherwise_are_not_mixed(folder):
+    runs = make_runs(small_study(Arm("dense", DENSE), Arm("EWA", EWA)), folder)
+    kept = folder / "kept.json"
+    results.write(kept, runs)
+    stored = json.loads(kept.read_text())
+    stored["arms"]["EWA"]["figures"]["7"] = {"top1": 2.0}  # of a seed that is not among the runs
+    kept.write_text(json.dumps(stored))
+    results.write(kept, runs)
+    assert json.loads(kept.read_text()) == stored
+    for other in (
+        Arm("EWA", EWA, Export(("--method", "svd"))),
+        Arm("EWA", replace(EWA, draw=1)),
+        Arm("EWA", EWA, beside=(DENSE,)),
+    ):
+        with pytest.raises(FileExistsError, match="has results of EWA that were made otherwise: move it away"):
+            results.write(kept, make_runs(small_study(Arm("dense", DENSE), other), folder))
+    assert json.loads(kept.read_text()) == stored
+
+
+@needs_scripts
+def test_runs_on_other_images_are_others(folder):
+    (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
+    run.folder.mkdir(parents=True)
+    (run.folder / "stated.json").write_text(json.dumps(run.stated()))
+    (run.folder / "trained.json").write_text("{}")
+    assert run.is_trained()
+    (folder / "all" / "train" / "dark").rename(folder / "all" / "train" / "black")
+    (folder / "all" / "test" / "dark").rename(folder / "all" / "test" / "black")
+    with pytest.raises(FileExistsError, match="holds other images"):
+        make_runs(small_study(Arm("dense", DENSE)), folder)
+    (folder / "runs" / "images").rename(folder / "away")
+    (again,) = make_runs(small_study(Arm("dense", DENSE)), folder)
+    assert not again.is_trained()
+
+
+@needs_scripts
+def test_a_training_that_was_interrupted_is_not_done(folder, monkeypatch):
+    (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
+    monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])  # ends well, as after ^C
+    (told,) = work_off([run], 1, list)
+    assert "train.py was interrupted after 0% of its epochs" in told
+    assert not run.is_trained()
+
+
+def test_the_page_says_what_the_intervals_allow():
+    study = small_study(Arm("dense", DENSE), Arm("EWA", EWA), pairs=(("EWA", "dense"),), measure=Evaluation())
+    nll = {"dense": (2.0, 2.1, 2.2), "EWA": (1.8, 1.9, 2.01)}
+    top1 = {"dense": (40.0, 41.0, 42.0), "EWA": (41.0, 40.0, 42.5)}
+    arms = {
+        arm: {"figures": {str(seed): {"nll": nll[arm][seed], "top1": top1[arm][seed]} for seed in range(3)}}
+        for arm in ("dense", "EWA")
+    }
+    versions = {"device": "a chip", "torch": "2"}
+    cost = {"dense": (10.0, 200.0, True), "ewa": (30.0, 100.0, False)}
+    costs = {
+        name: {"0": {"seconds": seconds, "peak_mib": mib, "whole": whole, "versions": versions}}
+        for name, (seconds, mib, whole) in cost.items()
+    }
+    section = page.section(study, "small", {"arms": arms, "cost": costs})
+    assert "- top-1 % beside *dense*: not told apart: *EWA*." in section
+    assert "- top-1 %: *EWA* beside *dense*: not told apart, +0.17 (-2.42 to +2.75)." in section
+    assert "- NLL beside *dense*: better: *EWA*." in section
+    assert "- NLL: *EWA* beside *dense*: better, -0.1967 (-0.2110 to -0.1823)." in section
+    assert "ECE" not in section
+    assert "| 3 |  | 1.00 | 1.00 |" in section  # dense; the one of EWA had a break
+    assert "a chip; torch 2." in section
+    assert "Of 2 trainings 1 went on after a break." in section
+
+
+def test_the_cost_of_an_arm_is_that_of_all_it_takes():
+    student = Training("student", "dense", uses=(Use("of", DENSE),))
+    arm = Arm("student", student, beside=(EWA,))
+    cost = {
+        name: {"0": {"seconds": seconds, "peak_mib": seconds, "whole": True}}
+        for name, seconds in (("dense", 1.0), ("ewa", 10.0), ("student", 100.0))
+    }
+    assert page._cost({"cost": cost}, arm) == {"seconds": 111.0, "peak_mib": 100.0}
 
 
 @needs_scripts
@@ -145,24 +265,117 @@ def test_a_difference_is_the_paired_interval():
     assert got.mean == pytest.approx((1.1 + 2.1 + 0.2) / 3)
     assert got.seeds == 3
     assert paired(first, {"9": 1.0}) is None
-    assert paired({"0": 1.0}, {"0": 2.0}).verdict == "not told apart"  # a single pair tells nothing
+    assert paired({"0": 1.0}, {"0": 2.0}).verdict(1) == NOT_TOLD_APART  # a single pair tells nothing
     assert standard_error([1.0]) == float("inf")
 
 
 def test_what_a_study_states_can_be_run(folder):
     for study in STUDIES.values():
-        names = [arm.name for arm in study.arms]
-        assert len(set(names)) == len(names)
         for size in study.sizes.values():
-            place = Place(Path("scripts"), Path("images"), folder, 2)
-            for training in study.trainings():
-                assert training.model in size.models
-                assert Run(study, size, training, 0, place).progress() == 0
-    with pytest.raises(FileNotFoundError, match="No images"):
-        images.link(Images(), folder / "nothing", folder / "linked")
+            names = [arm.name for arm in size.arms]
+            assert len(set(names)) == len(names)
+            assert {name for pair in study.pairs for name in pair} <= set(names)
+            place = Place(Path("scripts"), folder, dict.fromkeys(size.images, images.Part(2, "")))
+            for training in size.trainings():
+                run = Run(study, size, training, 0, place)
+                assert run.progress() == 0
+                assert training.callback.partition("=")[0] in ("", *callbacks.CALLBACKS)
+                assert run.stated()
+                used = {use.name: Path("used") for use in training.uses}
+                assert "{" not in " ".join(run._train_command(used))
+
+
+@pytest.mark.ci
+@needs_scripts
+def test_train_py_takes_the_options_and_timm_makes_the_models(folder):
+    parser = load_script("train.py").parser
+    made = set()
+    for study in STUDIES.values():
+        for size in study.sizes.values():
+            place = Place(Path("scripts"), folder, dict.fromkeys(size.images, images.Part(20, "")))
+            for training in size.trainings():
+                command = Run(study, size, training, 0, place)._train_command(
+                    {use.name: Path() for use in training.uses}
+                )
+                args = parser.parse_args(command[command.index("scripts/train.py") + 1 :])
+                key = (args.model, str(args.model_kwargs))
+                if key not in made:
+                    made.add(key)
+                    with torch.device("meta"):
+                        timm.create_model(args.model, num_classes=20, **args.model_kwargs)
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location("script_of_timm", Path(SCRIPTS) / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_trainings_of_one_name_in_one_setting_are_the_same(folder):
+    stated = {}
+    for study in STUDIES.values():
+        for size in study.sizes.values():
+            for training in size.trainings():
+                run = Run(
+                    study,
+                    size,
+                    training,
+                    0,
+                    Place(Path("scripts"), folder, dict.fromkeys(size.images, images.Part(2, ""))),
+                )
+                assert stated.setdefault((size.setting, training.name), run.stated()) == run.stated(), training.name
+
+
+def test_images_are_those_that_are_asked_for(folder):
+    part, linked = Images(of=2, classes=(1, None), train=(0, 3), held_out=(3, 5)), folder / "linked"
+    first = images.link(part, folder / "all", linked)
+    assert first.classes == 1
+    files = {str(path.relative_to(linked)): path.resolve() for path in linked.glob("*/*/*")}
+    of_class = folder / "all" / "train" / "light"
+    assert files == {
+        **{f"train/light/0{number}.png": of_class / f"0{number}.png" for number in range(3)},
+        **{f"test/light/0{number}.png": of_class / f"0{number}.png" for number in range(3, 5)},
+    }
+    assert images.link(part, folder / "all", linked) == first
+    with pytest.raises(FileExistsError, match="holds other images than the study's of"):
+        images.link(Images(of=2), folder / "all", linked)
+    with pytest.raises(FileNotFoundError, match="The study is about 100 classes of images"):
+        images.link(Images(), folder / "all", folder / "more")
+    with pytest.raises(FileNotFoundError, match="has 0"):
+        images.link(Images(), folder / "nothing", folder / "more")
+
+
+def test_the_divided_learning_rate_is_that_of_the_networks_that_ewa_converts():
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, embed_dim=24, num_heads=2)
+    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
+    decay = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    callbacks._divide(optimizer, model, "every-2", 4)
+    scale = {
+        id(parameter): group.get("lr_scale", 1) for group in optimizer.param_groups for parameter in group["params"]
+    }
+    for group in optimizer.param_groups:
+        assert all(group["weight_decay"] == decay[id(parameter)] for parameter in group["params"])
+    for name, parameter in model.named_parameters():
+        assert scale[id(parameter)] == (0.25 if name.startswith(("blocks.1.mlp.", "blocks.3.mlp.")) else 1), name
+    with pytest.raises(ValueError, match="does not train all parameters"):
+        callbacks._divide(torch.optim.SGD(model.head.parameters(), lr=1e-3), model, "every-2", 4)
+
+
+def _without_images(stated):
+    """What is stated, but for the images and device that a run was made with."""
+    if isinstance(stated, dict):
+        return {name: _without_images(part) for name, part in stated.items() if name not in ("images", "device")}
+    return [_without_images(part) for part in stated] if isinstance(stated, (list, tuple)) else stated
 
 
 def test_the_page_follows_from_the_results():
+    for study, size, stored in page.stored(HERE / "studies" / "results"):
+        place = Place(Path("scripts"), Path("runs"), dict.fromkeys(study.sizes[size].images, images.Part(0, "")))
+        for training in study.sizes[size].trainings():
+            for arm in (run := Run(study, study.sizes[size], training, 0, place)).arms():
+                kept = stored["arms"].get(arm.name, {}).get("stated")
+                assert kept is None or _without_images(kept) == _without_images(run.statement(arm)), arm.name
     assert (HERE / "docs" / "results.md").read_text() == page.text(HERE / "studies" / "results")
 
 
@@ -175,6 +388,42 @@ def test_the_latest_average_is_the_mean(tmp_path):
     assert average(tmp_path, 2)["state_dict"]["w"].item() == 6
     with pytest.raises(ValueError, match="holds 3 checkpoints of epochs, 4 are asked for"):
         average(tmp_path, 4)
+
+
+def test_candidates_average_as_they_say():
+    model = timm.create_model("vit_tiny_ewa_moe", depth=4, embed_dim=24, num_heads=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    candidates.follow("last", model)
+    candidates.rate_by_depth(model)
+    averaging = ExpertWeightAveraging(model, optimizer, total_updates=20)
+    experts = [layer.fc1.weight for layer in moe_layers(model).values()]
+    for step in range(1, 21):
+        before = [stacked.detach().clone() for stacked in experts]
+        optimizer.step()
+        for stacked, old, rate in zip(experts, before, (0.15, 0.3), strict=True):
+            beta = rate if step > 18 else 0.0
+            expected = torch.lerp(old, old.mean(0, keepdim=True), beta * 4 / 3)
+            torch.testing.assert_close(stacked.detach(), expected)
+    averaging.remove()
+    assert candidates.annealed(1.0, 0.3) == pytest.approx(0.3)
+    assert candidates.annealed(0.0, 0.3) == 0
+    averaged = [step for step in range(1, 101) if candidates.cyclic(step / 100, 0.3)]
+    assert len(averaged) in range(1, 12)
+    assert averaged[-1] == 100
+
+
+def test_cifar_is_written_as_folders(tmp_path):
+    data = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
+    names = ["apple_s_000001.png", "golden_delicious_s_2.png", "whale_s_3.png"]
+    cifar100.write({"data": data, "fine_labels": [0, 0, 1], "filenames": names}, ["apple", "whale"], tmp_path / "train")
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png"))
+    assert written == [
+        "train/apple/apple_s_000001.png",
+        "train/apple/golden_delicious_s_2.png",
+        "train/whale/whale_s_3.png",
+    ]
+    image = np.asarray(Image.open(tmp_path / written[1]))
+    assert image[5, 7].tolist() == [data[1][1024 * channel + 32 * 5 + 7] for channel in range(3)]
 
 
 def test_switch_ema_is_its_definition():
@@ -193,6 +442,20 @@ def test_switch_ema_is_its_definition():
     switch.remove()
     optimizer.step()
     assert weight.item() == pytest.approx(expected - 1)
+    lookahead = timm.optim.create_optimizer_v2([weight], opt="lookahead_sgd", lr=0.0)
+    followed = SwitchEma(lookahead, decay=0.5, interval=1)
+    lookahead.step()
+    assert followed.steps == 1
+    followed.remove()
+    narrow = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([narrow], lr=0.0)
+    switch = SwitchEma(optimizer, decay=0.999, interval=10_000)
+    narrow.data.fill_(1.25)
+    for _ in range(2000):
+        optimizer.step()
+    assert switch._averages[narrow].item() == pytest.approx(1.25 - 0.25 * 0.999**2000, rel=1e-3)
+    with pytest.raises(TypeError, match="so its steps cannot be followed"):
+        SwitchEma(object(), decay=0.5, interval=1)
     for wrong in (dict(decay=1.0, interval=1), dict(decay=0.5, interval=0)):
         with pytest.raises(ValueError, match="must"):
             SwitchEma(optimizer, **wrong)

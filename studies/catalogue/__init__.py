@@ -1,6 +1,7 @@
 """The studies, one file for each."""
 
 from ..study import Study
-from . import scratch
+from . import ablations, ensembles, finetuning, routing, scratch, search, students, vimoe, widenet
 
-STUDIES: dict[str, Study] = {study.name: study for study in (scratch.STUDY,)}
+_MODULES = (scratch, search, finetuning, routing, ablations, vimoe, widenet, students, ensembles)
+STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

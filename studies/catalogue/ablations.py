@@ -1,0 +1,26 @@
+"""EWA's choices: share rate, number and place of experts, how they begin (EWA, figure 2 and its ablations)."""
+
+from ..study import Arm, Study
+from .scratch import DENSE, LINEAR, ewa
+from .settings import paper, small
+
+ARMS = (
+    Arm("EWA, linear", LINEAR),
+    Arm("dense", DENSE),
+    Arm("share rate 0.1", ewa("ewa-rate-0.1", "share_rate=0.1")),
+    Arm("share rate 0.5", ewa("ewa-rate-0.5", "share_rate=0.5")),
+    Arm("share rate 0.01", ewa("ewa-rate-0.01", "share_rate=0.01")),
+    Arm("2 experts", ewa("ewa-2", "num_experts=2")),
+    Arm("8 experts", ewa("ewa-8", "num_experts=8")),
+    Arm("in every block", ewa("ewa-every-1", "moe_layers=every-1")),
+    Arm("in the last 2 odd blocks", ewa("ewa-last-2", "moe_layers=last-2")),
+    Arm("all experts begin alike", ewa("ewa-same", "expert_init=same")),
+)
+
+STUDY = Study(
+    name="ablations",
+    title="EWA: share rate, number and place of experts",
+    question="Which of EWA's choices matter? (E 4, every second block and share rate 0.3, unless said.)",
+    source="EWA (arXiv 2308.06093), section 5.4",
+    sizes={"small": small(ARMS, range(3)), "paper": paper(ARMS, range(3))},
+)

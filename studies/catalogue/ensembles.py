@@ -1,0 +1,88 @@
+"""An ensemble inside one sparse model, and its rivals (pBE, tables 3 and 9)."""
+
+from ..deploy import Checkpoint
+from ..measure import Evaluation
+from ..study import Arm, Study, Training, Use
+from .scratch import DENSE
+from .settings import SMALL_FURTHER, paper, small
+
+UPSTREAM = Training("vmoe", "vmoe", ("num_experts=8",))
+#: Of pBE's fine-tuning, for all arms.
+COMMON = ("num_experts=8", "capacity_factor=1.5", "eval_capacity_factor=8.0", "expert_dropout=0.1")
+#: The folder that ``timm-moe import-vmoe`` makes of the official V-MoE-S/32 of 8 experts, in the working directory.
+IMPORTED = "vmoe_s32/model.safetensors"
+
+
+def arms(uses: tuple[Use, ...], options: tuple[str, ...], half: tuple[str, ...]) -> tuple[Arm, ...]:
+    def further(name: str, model: str, *kwargs: str, more: tuple[str, ...] = (), draw: int = 0) -> Training:
+        return Training(name, model, (*COMMON, *kwargs), (*options, *more), uses, draw=draw)
+
+    first = further("vmoe-half", "vmoe", "top_k=1", more=half)
+    second = further("vmoe-other-half", "vmoe", "top_k=1", more=half, draw=1)
+    return (
+        Arm("V-MoE, K 1", further("vmoe-k1", "vmoe", "top_k=1"), Checkpoint(), paper="83.10 (NLL 0.642, ECE 0.029)"),
+        Arm("V-MoE, K 2", further("vmoe-k2", "vmoe", "top_k=2"), Checkpoint(), paper="83.24 (0.638, 0.033)"),
+        Arm("pBE, M 2, K 1", further("pbe", "pbe"), Checkpoint(), paper="83.30 (0.622, 0.018)"),
+        Arm(
+            "only tiling, M 2, K 2",
+            further("tiling", "pbe", "ensemble=tiling", "top_k=2"),
+            Checkpoint(),
+            paper="83.26 (0.637, 0.028)",
+        ),
+        Arm("two V-MoEs, K 1, half the training each", second, Checkpoint(), beside=(first,)),
+        Arm(
+            "V-MoE, K 1, MC dropout, M 2",
+            further("vmoe-k1", "vmoe", "top_k=1"),
+            Checkpoint(),
+            paper="82.90 (0.648, 0.019)",
+            measure=Evaluation(("--mc-dropout", "2")),
+        ),
+        Arm("MIMO in V-MoE, M 2, K 2", further("mimo", "mimo"), Checkpoint(), paper="83.03 (0.636, 0.028)"),
+    )
+
+
+def dense_arms() -> tuple[Arm, ...]:
+    """From a dense ViT; no such checkpoint of the paper is public."""
+    uses = (Use("start", DENSE),)
+    vit = Training("vit-further", "dense", (), FURTHER, uses)
+    batch_ensemble = Training("batch-ensemble", "be", ("factor_init=normal",), FURTHER, uses)
+    return (
+        Arm("ViT", vit, Checkpoint(), paper="81.35 (0.688, 0.022)"),
+        Arm("batch ensemble in ViT, M 2", batch_ensemble, Checkpoint(), paper="81.53 (0.682, 0.021)"),
+    )
+
+
+FURTHER = ("--initial-checkpoint", "{start}", *SMALL_FURTHER)
+#: That of the public E³ configuration, by steps: 2,000 of 1,024 images.
+PUBLIC = ("--opt", "momentum", "--lr", "5e-3", "-b", "1024", "--epochs", "41", "--warmup-epochs", "4")
+
+STUDY = Study(
+    name="ensembles",
+    title="pBE: an ensemble inside one sparse model",
+    question="Are two members inside one V-MoE better than the V-MoE, than two V-MoEs of half the training, and than "
+    "other ensembles inside one model?",
+    source="pBE (arXiv 2110.03360), tables 3 and 9, B/32 on ImageNet (its public configuration, which the size for a "
+    "GPU has, is S/32 on CIFAR-100)",
+    measure=Evaluation(),
+    sizes={
+        "small": small((*arms((Use("start", UPSTREAM),), FURTHER, ("--epochs", "4")), *dense_arms()), range(3)),
+        "paper": paper(
+            arms((), (), ("--epochs", "20")),
+            range(3),
+            setting="ensembles-paper",
+            models={"vmoe": "vmoe_s32", "pbe": "vmoe_pbe_s32", "mimo": "vmoe_mimo_s32"},
+            kwargs=("img_size=128",),
+            options=(
+                *("--pretrained", "--pretrained-path", IMPORTED, *PUBLIC, "--img-size", "128", "--sched-on-updates"),
+                *("--clip-grad", "10", "--checkpoint-hist", "1", "--amp", "--amp-dtype", "bfloat16"),
+            ),
+        ),
+    },
+    pairs=(
+        ("pBE, M 2, K 1", "V-MoE, K 2"),
+        ("pBE, M 2, K 1", "only tiling, M 2, K 2"),
+        ("pBE, M 2, K 1", "two V-MoEs, K 1, half the training each"),
+        ("pBE, M 2, K 1", "V-MoE, K 1, MC dropout, M 2"),
+        ("pBE, M 2, K 1", "MIMO in V-MoE, M 2, K 2"),
+    ),
+)

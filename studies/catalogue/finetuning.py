@@ -1,0 +1,67 @@
+"""EWA where a trained network is fine-tuned on other classes (EWA, table 4)."""
+
+from ..deploy import Export
+from ..study import Arm, Images, Study, Training, Use
+from .settings import PAPER_OPTIONS, paper, small
+
+#: Where a fine-tuning begins, by size: the dense network of the other 80 classes, or the Hub's weights of ImageNet.
+OTHER_CLASSES = Training("dense-on-80", "dense", images="images-of-80")
+HERE = (Use("start", OTHER_CLASSES, Export()),)
+SGD = ("--opt", "momentum", "--lr", "0.01", "--weight-decay", "0")
+FURTHER = (*SGD, "--pretrained-path", "{start}/model.safetensors", "--epochs", "20", "--warmup-epochs", "2")
+#: 5,000 steps of 128 images, of which 500 are warm-up.
+FROM_HUB = (*SGD, "--epochs", "13", "--warmup-epochs", "1")
+
+EMA = ("--model-ema", "--model-ema-decay", "0.98")
+
+
+def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
+    def tuned(name: str, model: str, *kwargs: str, callback: str = "", more: tuple[str, ...] = ()) -> Training:
+        stated = ("--pretrained", *options, *more)
+        return Training(name, model, kwargs, stated, uses, "images-of-20", callback)
+
+    dense = tuned("tuned-dense", "dense", more=EMA)
+    return (
+        Arm("dense", dense, paper="90.22"),
+        Arm("dense, weight EMA", dense, Export(("--use-ema",))),
+        Arm(
+            "dense, learning rate / 4 in the converted networks",
+            tuned("tuned-lr-over-4", "dense", callback="lr_divided=every-2/4"),
+        ),
+        Arm("EWA, linear", tuned("tuned-linear", "ewa"), paper="90.67"),
+        Arm("EWA, constant", tuned("tuned-constant", "ewa", "share_schedule=constant")),
+        Arm("EWA, late", tuned("tuned-late", "ewa", "share_schedule=late")),
+        Arm("experts never averaged, their mean", tuned("tuned-never", "ewa", "share_rate=0")),
+    )
+
+
+#: Twenty classes are kept for the fine-tuning, the last of the alphabet.
+PARTS = {
+    "images-of-80": Images(classes=(0, 80), train=(0, 100)),
+    "images-of-20": Images(classes=(80, None), train=(0, 100)),
+}
+
+STUDY = Study(
+    name="finetuning",
+    title="EWA in fine-tuning",
+    question="The same question where a network that has learned 80 classes is fine-tuned on 20 others.",
+    source="EWA (arXiv 2308.06093), table 4, ViT-S from ImageNet to CIFAR-100",
+    sizes={
+        "small": small(arms(HERE, FURTHER), images=PARTS),
+        "paper": paper(
+            arms((), FROM_HUB),
+            setting="finetuning-paper",
+            images={"images-of-20": Images()},
+            options=(*PAPER_OPTIONS, "--aa", "rand-m9-mstd0.5-inc1"),
+            models={"dense": "vit_small_patch16_224", "ewa": "vit_small_ewa_moe"},
+        ),
+    },
+    pairs=tuple(
+        ("EWA, linear", rival)
+        for rival in (
+            "dense, weight EMA",
+            "dense, learning rate / 4 in the converted networks",
+            "experts never averaged, their mean",
+        )
+    ),
+)

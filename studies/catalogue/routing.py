@@ -1,0 +1,40 @@
+"""Routed experts, kept: the naive MoE, and Early EWA (EWA, table 5)."""
+
+from ..deploy import Export
+from ..study import Arm, Study, Training
+from .scratch import DENSE, LINEAR
+from .settings import PAPER_OPTIONS, PIXELS, paper, small
+
+NAIVE = Training("moe-naive", "moe")
+EARLY = Training("moe-early", "moe", ("share_schedule=early",))
+AS_EXPERTS = Export(("--moe",))
+
+ARMS = (
+    Arm("dense", DENSE, paper="72.61"),
+    Arm("naive MoE", NAIVE, AS_EXPERTS, paper="72.17"),
+    Arm("MoE, Early EWA", EARLY, AS_EXPERTS, paper="74.31"),
+    Arm("EWA, linear", LINEAR),
+)
+
+STUDY = Study(
+    name="routing",
+    title="Naive MoE and Early EWA",
+    question="Do routed experts pay, and does averaging them in the first half of the training help? They stay "
+    "experts; EWA's are averaged.",
+    source="EWA (arXiv 2308.06093), table 5, ViT-S",
+    sizes={
+        "small": small(ARMS, range(3)),
+        "paper": paper(
+            ARMS,
+            range(3),
+            setting="vit-s-paper",
+            models={"dense": "vit_small_patch16_224", "ewa": "vit_small_ewa_moe", "moe": "vit_small_moe"},
+            kwargs=("img_size=32", "patch_size=4"),
+            options=(
+                *(*PAPER_OPTIONS, *PIXELS, "--epochs", "300", "--warmup-epochs", "30"),
+                *("--lr", "6e-4", "--weight-decay", "0.06", "--drop-path", "0"),
+            ),
+        ),
+    },
+    pairs=(("MoE, Early EWA", "naive MoE"),),
+)

@@ -1,0 +1,46 @@
+"""When and how to merge experts: a search on held-out training images, which a study of its own is to confirm."""
+
+from ..deploy import Export
+from ..study import Arm, Images, Study, Training
+from .settings import small
+
+EMA = ("--model-ema",)
+
+
+def candidate(name: str, *kwargs: str, options: tuple[str, ...] = (), callback: str = "") -> Training:
+    return Training(name, "ewa", kwargs, options, callback=callback)
+
+
+DENSE = Training("dense", "dense", options=EMA)
+LINEAR = candidate("linear", options=EMA)
+SAME = "expert_init=same"
+
+STUDY = Study(
+    name="search",
+    title="When and how to merge: the search",
+    question="Which way of merging gains most over dense training? Measured on training images that are held out, so "
+    "that the test images stay untouched for the confirmation.",
+    source="ours",
+    sizes={
+        "small": small(
+            (
+                Arm("dense", DENSE),
+                Arm("dense, weight EMA", DENSE, Export(("--use-ema",))),
+                Arm("linear", LINEAR),
+                Arm("linear, weight EMA", LINEAR, Export(("--use-ema",))),
+                Arm("constant, begin alike", candidate("constant-same", SAME, "share_schedule=constant")),
+                Arm("late, begin alike", candidate("late-same", SAME, "share_schedule=late")),
+                Arm("never, begin alike", candidate("never-same", SAME, "share_rate=0")),
+                Arm("cyclic, begin alike", candidate("cyclic", SAME, callback="cyclic")),
+                Arm("annealed", candidate("annealed", callback="annealed")),
+                Arm("last tenth, begin alike", candidate("last", SAME, callback="last")),
+                Arm("linear, rate by depth", candidate("by-depth", callback="rate_by_depth")),
+                Arm("linear, every block", candidate("every-1", "moe_layers=every-1")),
+                Arm("fused, 0.75 of a common expert", candidate("common", "router=fused", "common_share=0.75")),
+            ),
+            range(100, 103),
+            setting="cifar100-search",
+            images={"images": Images(train=(100, 200), held_out=(200, 300))},
+        )
+    },
+)

@@ -1,0 +1,65 @@
+"""From a sparse teacher to a dense student (OneS, tables 4 and 5)."""
+
+from ..deploy import Export
+from ..study import Arm, Study, Training, Use, slug
+from .settings import SMALL_FURTHER, imagenet, small
+from .widenet import WIDENET
+
+TEACHER = Use("teacher", WIDENET, Export(("--moe",)))
+#: The weight of the task is the paper's alpha.
+DISTILLATION = (
+    *("--kd-model-name", "local-dir:{teacher}", "--kd-temperature", "1"),
+    *("--task-loss-weight", "0.25", "--distill-loss-weight", "0.75"),
+)
+
+
+#: The last one, where all but the experts is the teacher's, is the paper's "Switch".
+METHODS = ("average", "sum", "topk", "svd", "random")
+#: Distilled, of the L size.
+PAPER = {"random start": "77.3", "average": "78.0", "sum": "78.2", "topk": "78.4", "svd": "78.4", "random": "77.8"}
+
+
+def student(method: str, distilled: bool, options: tuple[str, ...]) -> Arm:
+    uses: list[Use] = []
+    if method != "random start":
+        uses.append(Use("start", WIDENET, Export(("--method", method))))
+        options += ("--initial-checkpoint", "{start}/model.safetensors")
+    if distilled:
+        uses.append(TEACHER)
+        options += DISTILLATION
+    training = f"ones-{slug(method)}-{'distilled' if distilled else 'alone'}"
+    how = "distilled" if distilled else "trained on"
+    return Arm(
+        f"{method}, {how}",
+        Training(training, "ones", (), options, tuple(uses)),
+        paper=PAPER[method] if distilled else "",
+    )
+
+
+def arms(options: tuple[str, ...]) -> tuple[Arm, ...]:
+    return (
+        *(student(method, how, options) for method in ("random start", *METHODS) for how in (False, True)),
+        Arm("average, not trained on", WIDENET, Export(("--method", "average"))),
+        Arm("the teacher", WIDENET, Export(("--moe",)), paper="79.5"),
+        Arm(
+            "the student's network, trained as long as the teacher",
+            Training("widenet-no-experts", "ones"),
+            paper="76.9",
+        ),
+    )
+
+
+STUDY = Study(
+    name="students",
+    title="OneS: dense students of a WideNet",
+    question="Which way of gathering the experts is the best start for a dense student, and does distillation help?",
+    source="OneS (arXiv 2201.10890), table 1, L on ImageNet",
+    sizes={
+        "small": small(arms(SMALL_FURTHER), range(3)),
+        "paper": imagenet(arms(("--lr", "0.004"))),
+    },
+    pairs=(
+        *((f"{method}, distilled", f"{method}, trained on") for method in METHODS),
+        *((f"{method}, trained on", "average, trained on") for method in METHODS[1:]),
+    ),
+)

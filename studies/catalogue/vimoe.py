@@ -1,0 +1,81 @@
+"""Image-level experts in a trained network, with a shared expert and without (ViMoE, table 7)."""
+
+from ..deploy import Export
+from ..study import Arm, Study, Training, Use, slug
+from .scratch import DENSE
+from .settings import SMALL_FURTHER, paper, small
+
+IMAGE_LEVEL = ("router=top_k", "routing_unit=image", "num_experts=8", "share_rate=0")
+
+
+PLACES = {"tail-2": "the last two blocks", "every-1": "every block"}
+KINDS = {
+    "no shared expert": (),
+    "shared expert": ("shared_expert=True",),
+    "no shared expert and no gate": ("gate_mode=one",),
+}
+#: The dense network, without the average of its weights.
+HERE = (Use("start", DENSE, Export()),)
+#: With experts in 2 and in 12 of 12 blocks.
+PAPER = {
+    ("no shared expert", "tail-2"): "91.3",
+    ("no shared expert", "every-1"): "52.9",
+    ("shared expert", "tail-2"): "91.5 to 91.7",
+    ("shared expert", "every-1"): "91.5 to 91.7",
+}
+
+
+def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
+    return (
+        Arm("dense, trained on", Training("vimoe-dense", "dense", (), options, uses), paper="91.3"),
+        *(
+            Arm(
+                f"{kind}, in {place}",
+                Training(
+                    f"vimoe-{where}-{slug(kind)}", "ewa", (f"moe_layers={where}", *IMAGE_LEVEL, *kwargs), options, uses
+                ),
+                Export(("--moe",)),
+                paper=PAPER.get((kind, where), ""),
+            )
+            for where, place in PLACES.items()
+            for kind, kwargs in KINDS.items()
+        ),
+    )
+
+
+#: DINOv2's weights, at 224 pixels.
+DINOV2 = (
+    *("--pretrained", "--img-size", "224", "--aa", "rand-m9-mstd0.5-inc1", "--mixup", "0.8", "--cutmix", "1.0"),
+    *("--smoothing", "0.1", "--reprob", "0.25", "--drop-path", "0.1", "--opt", "adamw", "--layer-decay", "0.65"),
+    *("--lr", "3e-4", "--weight-decay", "0.3", "-b", "1024", "--epochs", "100", "--warmup-epochs", "3"),
+    *("--sched-on-updates", "--checkpoint-hist", "1", "--amp", "--amp-dtype", "bfloat16"),
+)
+
+STUDY = Study(
+    name="vimoe",
+    title="ViMoE: shared expert and gate",
+    question="Eight image-level experts begin as copies of a trained network's: does the shared expert keep them from "
+    "collapsing, and is it the gate that they collapse from?",
+    source="ViMoE (arXiv 2410.15732), table 7, DINOv2 ViT-S/14 on CIFAR-100",
+    sizes={
+        "small": small(
+            arms(
+                (Use("start", DENSE, Export()),), ("--initial-checkpoint", "{start}/model.safetensors", *SMALL_FURTHER)
+            ),
+            range(3),
+        ),
+        "paper": paper(
+            arms((), ()),
+            range(3),
+            setting="vimoe-paper",
+            models={"dense": "vit_small_patch14_dinov2", "ewa": "vit_small_patch14_dinov2_ewa_moe"},
+            kwargs=("img_size=224",),
+            options=DINOV2,
+        ),
+    },
+    pairs=(
+        ("shared expert, in every block", "no shared expert, in every block"),
+        ("no shared expert and no gate, in every block", "no shared expert, in every block"),
+        ("shared expert, in every block", "no shared expert and no gate, in every block"),
+    ),
+)
