@@ -20,6 +20,7 @@ from timm_moe.models.locality import (
     ShiftedPatchMerging,
     ShiftedPooling,
 )
+from timm_moe.models.tokens_to_token import TokensToTokenEmbed
 
 SL = dict(shifted_patches=True, locality_attention=True)
 #: Each family, made small: dense name, name with experts, arguments, the stock model.
@@ -41,6 +42,12 @@ FAMILIES = {
         "swin_tiny_patch2_window4_32_ewa_moe",
         dict(embed_dim=12, depths=[1, 2, 1], num_classes=5),
         "swin_tiny_patch4_window7_224",
+    ),
+    "t2t": (
+        "t2t_i2_32",
+        "t2t_i2_32_ewa_moe",
+        dict(embed_dim=32, depth=2, num_heads=2, num_classes=5),
+        "t2t_i2_32",
     ),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -219,13 +226,15 @@ def test_sizes_of_the_paper():
 def test_every_embedding_merging_and_attention_is_replaced(family):
     dense, _, args, _ = FAMILIES[family]
     model = timm.create_model(dense, **args, **SL)
-    assert isinstance(model.patch_embed, ShiftedPatchEmbed)
+    assert isinstance(model.patch_embed, TokensToTokenEmbed if family == "t2t" else ShiftedPatchEmbed)
     assert not [module for module in model.modules() if isinstance(module, torch.nn.Conv2d)]
     replaced = sum(isinstance(module, ShiftedPatches) for module in model.modules())
-    assert replaced == (1 if family == "vit" else 3)
+    assert replaced == {"vit": 1, "t2t": 0}.get(family, 3)
     attentions = [block.attn for block in model.modules() if hasattr(block, "attn")]
     assert attentions
-    assert all(isinstance(attention, (LocalityAttention, LocalityWindowAttention)) for attention in attentions)
+    assert all(isinstance(attention.scale, torch.nn.Parameter) for attention in attentions)
+    if family == "t2t":  # the image and its shifted copies, in windows of nine pixels
+        assert model.patch_embed.proj.transformers[0].norm1.normalized_shape == (5 * 3 * 9,)
 
 
 @families
@@ -264,7 +273,7 @@ def test_everything_is_trained_and_the_temperature_is_decayed(family, images):
     _, moe, args, _ = FAMILIES[family]
     model = timm.create_model(moe, **args, **SL)
     model(images).square().sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     scales = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("attn.scale")}
     decays = [
         group["weight_decay"]
@@ -321,3 +330,43 @@ def test_other_image_sizes(images):
     dynamic = timm.create_model("vit_xtiny", **FAMILIES["vit"][2], **SL, dynamic_img_size=True)
     assert dynamic(images).shape == (3, 5)
     assert dynamic(larger).shape == (2, 5)
+
+
+def arbitrary_weights(model):
+    """As those that the authors' code was run with for the golden outputs."""
+    weights = {}
+    for index, (name, tensor) in enumerate(sorted(model.state_dict().items())):
+        drawn = np.random.RandomState(index).standard_normal(tuple(tensor.shape)).astype(np.float32)
+        is_norm = tensor.ndim == 1 and name.endswith("weight")
+        weights[name] = torch.from_numpy(drawn * (0.05 if tensor.ndim > 1 else 0.1) + (1 if is_norm else 0))
+    return {**weights, "pos_embed": model.pos_embed.detach()}
+
+
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("options", [{}, SL], ids=["plain", "sl"])
+def test_t2t_computes_what_the_authors_code_does(golden, size, options):
+    model = timm.create_model(
+        "t2t_i2_32", img_size=size, patch_size=size // 8, depth=2, num_classes=5, **options
+    ).eval()
+    model.load_state_dict(arbitrary_weights(model))
+    images = np.random.RandomState(999).standard_normal((2, 3, size, size)).astype(np.float32)
+    expected = golden("t2t")[f"{size}_sl" if options else str(size)]
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.from_numpy(images)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_t2t_positions_are_fixed_and_experts_are_in_the_blocks():
+    model = timm.create_model("t2t_i2_32_ewa_moe", depth=4, embed_dim=32, num_heads=2)
+    assert list(timm_moe.moe_layers(model)) == ["blocks.1.mlp", "blocks.3.mlp"]
+    positions = model.pos_embed.clone()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1.0)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    model.init_weights()
+    assert torch.equal(model.pos_embed, positions)
+    assert torch.equal(positions[0, 0, :4], torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    for patch_size in (6, 1):
+        with pytest.raises(ValueError, match="The patch_size of T2T must be"):
+            timm.create_model("t2t_i2_32", patch_size=patch_size)
+    with pytest.raises(ValueError, match="fixed at 4, got 8"):
+        model.set_input_size(patch_size=8)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,70 +154,100 @@ def describe_source(source: Source) -> str:
 
 
 def batches(
-    models: Sequence[nn.Module], images: ImageDataset, inference: Inference
+    models: Sequence[nn.Module], images: ImageDataset, inference: Inference, indices: Sequence[int] | None = None
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """All images in batches on the device, in order: (B, C, H, W) for each model, and their labels (B,).
 
     Models of the same preprocessing share a loader. The log tells the progress.
+
+    Args:
+        models: on their device.
+        images: from :func:`image_folder`.
+        inference: how they are run.
+        indices: numbers of the images that are wanted; by default all.
 
     Raises:
         ValueError: if an image cannot be read.
     """
     configs = [preprocessing(model) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
-    loaders = [_loader(images, config, inference) for config in distinct]
+    wanted = range(len(images)) if indices is None else indices
+    loaders = [_loader(images, wanted, config, inference) for config in distinct]
     done, told = 0, time.monotonic()
-    for parts in _naming_what_fails(zip(*loaders, strict=True)):
+    for parts in naming_what_fails(zip(*loaders, strict=True)):
         labels = parts[0][1]
         yield [parts[distinct.index(config)][0] for config in configs], labels
         done += len(labels)
         if time.monotonic() - told > PROGRESS_INTERVAL:
             told = time.monotonic()
-            _logger.info("%s: %s of %s images ...", Path(images.reader.root), f"{done:,}", f"{len(images):,}")
+            _logger.info("%s: %s of %s images ...", Path(images.reader.root), f"{done:,}", f"{len(wanted):,}")
 
 
 class _Images(Dataset):
     """Those of timm's dataset, but that one which cannot be read is an error: timm takes the next one in its place."""
 
-    def __init__(self, images: ImageDataset, mode: str):
+    def __init__(self, images: ImageDataset, wanted: Sequence[int], mode: str):
         self.reader = images.reader
+        self.wanted = wanted
         self.mode = mode
         self.transform: Any = None  # timm's create_loader sets it
 
     def __len__(self) -> int:
-        return len(self.reader)
+        return len(self.wanted)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        index = self.wanted[number]
         try:
             file, label = self.reader[index]
-            image: Image.Image = Image.open(file)
-            if image.format == "PNG":  # its checksums are not looked at in decoding
-                image.verify()
-                file.seek(0)
-                image = Image.open(file)
-            image = image.convert(self.mode)
-        except Exception as error:  # a damaged image may end in anything
-            raise _UnreadableImage(
-                f"The image {self.reader.filename(index, absolute=True)} cannot be read: {describe(error)}"
-            ) from error
+        except Exception as error:
+            raise _unreadable(self.reader.filename(index, absolute=True), error) from error
+        image = read_image(file, self.mode, self.reader.filename(index, absolute=True))
         return self.transform(image), label
 
 
-class _UnreadableImage(ValueError):
-    pass
+class UnreadableImage(ValueError):
+    """Of one file, with its name."""
 
 
-def _naming_what_fails(parts: Iterator[Any]) -> Iterator[Any]:
+def _unreadable(name: str | Path, error: Exception) -> UnreadableImage:
+    return UnreadableImage(f"The image {name} cannot be read: {describe(error)}")
+
+
+def read_image(file: Any, mode: str | None = None, name: str | Path | None = None) -> Image.Image:
+    """Open and decode an image.
+
+    Args:
+        file: path or stream.
+        mode: of Pillow, which the image is converted to; by default it stays as it is.
+        name: of the file in errors, where ``file`` is a stream.
+
+    Raises:
+        UnreadableImage: if it is damaged or no image.
+    """
+    try:
+        image: Image.Image = Image.open(file)
+        if image.format == "PNG":  # its checksums are not looked at in decoding
+            image.verify()
+            if hasattr(file, "seek"):
+                file.seek(0)
+            image = Image.open(file)
+        image.load()
+        return image if mode is None else image.convert(mode)
+    except Exception as error:  # a damaged image may end in anything
+        raise _unreadable(name or file, error) from error
+
+
+def naming_what_fails(parts: Iterable[Any]) -> Iterator[Any]:
     """Says of an unreadable image what a worker process said, without the traceback that its loader adds."""
     try:
         yield from parts
-    except _UnreadableImage as error:
-        raise ValueError(str(error).rpartition(f"{_UnreadableImage.__name__}: ")[2].strip()) from error
+    except UnreadableImage as error:
+        raise ValueError(str(error).rpartition(f"{UnreadableImage.__name__}: ")[2].strip()) from error
 
 
-def _loader(images: ImageDataset, config: dict[str, Any], inference: Inference) -> Any:
+def _loader(images: ImageDataset, wanted: Sequence[int], config: dict[str, Any], inference: Inference) -> Any:
     return create_loader(
-        _Images(images, "RGB" if config["input_size"][0] == 3 else "L"),  # type: ignore[arg-type]
+        _Images(images, wanted, "RGB" if config["input_size"][0] == 3 else "L"),  # type: ignore[arg-type]
         **config,
         batch_size=inference.batch_size,
         num_workers=inference.workers,

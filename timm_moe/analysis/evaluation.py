@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
+from .mc_dropout import sampling
 
 #: What the numbers of an evaluation are called in a table, and their format.
 LABELS = {
@@ -38,6 +39,7 @@ def evaluate(
     spec: ModelSpec | None = None,
     use_ema: bool = False,
     inference: Inference | None = None,
+    mc_dropout: int | None = None,
 ) -> dict[str, float]:
     """Measure one classifier, or the ensemble of all members of several.
 
@@ -52,69 +54,109 @@ def evaluate(
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
         inference: how forwards are run.
+        mc_dropout: so many samples of each model, with the dropout of its experts left on, are its members.
 
     Returns:
         The keys of :data:`LABELS`: the first six; with several members the next six, means over members or pairs of
         them; with other images the last three. Errors and rates are shares, NLL and KL are in nats.
 
     Raises:
-        ValueError: if the classes of models and images differ, or an output is NaN; and as ``load_source``.
+        ValueError: if the classes of models and images differ, an output is NaN, or a model cannot be sampled, see
+            :func:`timm_moe.analysis.mc_dropout.sampling`; and as ``load_source``.
     """
     inference = inference or Inference()
+    if mc_dropout is not None and mc_dropout < 2:
+        raise ValueError(f"mc_dropout must be at least 2 samples, got {mc_dropout}.")
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
-    of_ensemble = {
-        "nll": metrics.NegativeLogLikelihood(),
-        "error": metrics.ErrorRate(),
-        "ece": metrics.CalibrationError(models[0].num_classes),  # type: ignore[arg-type]
-        "brier": metrics.BrierScore(),
-    }
-    of_member = {"mean_member_nll": metrics.NegativeLogLikelihood(), "mean_member_error": metrics.ErrorRate()}
-    of_pairs = {
-        "pairwise_kl": metrics.PairwiseKL(),
-        "cosine_similarity": metrics.CosineSimilarity(),
-        "disagreement": metrics.Disagreement(),
-        "normalized_disagreement": metrics.NormalizedDisagreement(),
-    }
-    of_confidence = {"auroc": metrics.AUROC(), "fpr_at_95": metrics.FPRAt95()}
-
-    members = 0
-    for log_p_BMC, labels in predictions(models, names, images, inference):
-        members = log_p_BMC.shape[1]
-        _update(of_ensemble, log_p_BMC, labels)
-        if members > 1:
-            _update(of_member, log_p_BMC.flatten(0, 1), labels.repeat_interleave(members))
-            _update(of_pairs, log_p_BMC, labels)
-        if ood_images is not None:
-            _update(of_confidence, _confidence(log_p_BMC), torch.ones_like(labels))
-    result = {"images": len(images), "members": members, **_values(of_ensemble)}
-    if members > 1:
-        result |= {**_values(of_member), **_values(of_pairs)}
+    figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
+    for log_p_BMC, labels in predictions(models, names, images, inference, mc_dropout):
+        figures.update(log_p_BMC, labels)
     if ood_images is not None:
-        for log_p_BMC, labels in predictions(models, names, ood_images, inference):
-            _update(of_confidence, _confidence(log_p_BMC), torch.zeros_like(labels))
-        result |= {"ood_images": len(ood_images), **_values(of_confidence)}
-    return result
+        for log_p_BMC, _ in predictions(models, names, ood_images, inference, mc_dropout):
+            figures.update_ood(log_p_BMC)
+    return figures.result()
+
+
+class Figures:
+    """What :func:`evaluate` measures, gathered batch by batch.
+
+    Args:
+        num_classes: C.
+    """
+
+    def __init__(self, num_classes: int):
+        self.images = self.members = self.ood_images = 0
+        self._of_ensemble = {
+            "nll": metrics.NegativeLogLikelihood(),
+            "error": metrics.ErrorRate(),
+            "ece": metrics.CalibrationError(num_classes),
+            "brier": metrics.BrierScore(),
+        }
+        self._of_member = {"mean_member_nll": metrics.NegativeLogLikelihood(), "mean_member_error": metrics.ErrorRate()}
+        self._of_pairs = {
+            "pairwise_kl": metrics.PairwiseKL(),
+            "cosine_similarity": metrics.CosineSimilarity(),
+            "disagreement": metrics.Disagreement(),
+            "normalized_disagreement": metrics.NormalizedDisagreement(),
+        }
+        self._of_confidence = {"auroc": metrics.AUROC(), "fpr_at_95": metrics.FPRAt95()}
+
+    def update(self, log_p_BMC: Tensor, labels: Tensor) -> None:
+        """Add log-probabilities (B, M, C) of images and their labels (B,)."""
+        self.images += len(labels)
+        self.members = log_p_BMC.shape[1]
+        _update(self._of_ensemble, log_p_BMC, labels)
+        if self.members > 1:
+            _update(self._of_member, log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
+            _update(self._of_pairs, log_p_BMC, labels)
+        _update(self._of_confidence, confidence(log_p_BMC), torch.ones_like(labels))
+
+    def update_ood(self, log_p_BMC: Tensor) -> None:
+        """Add those of images of other data."""
+        self.ood_images += len(log_p_BMC)
+        _update(self._of_confidence, confidence(log_p_BMC), torch.zeros(len(log_p_BMC), dtype=torch.long))
+
+    def result(self) -> dict[str, float]:
+        """The numbers, as :func:`evaluate` returns them."""
+        result = {"images": self.images, "members": self.members, **_values(self._of_ensemble)}
+        if self.members > 1:
+            result |= {**_values(self._of_member), **_values(self._of_pairs)}
+        if self.ood_images:
+            result |= {"ood_images": self.ood_images, **_values(self._of_confidence)}
+        return result
 
 
 @torch.inference_mode()
 def predictions(
-    models: Sequence[nn.Module], names: Sequence[str], images: ImageDataset, inference: Inference
+    models: Sequence[nn.Module],
+    names: Sequence[str],
+    images: ImageDataset,
+    inference: Inference,
+    mc_dropout: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Log-probabilities (B, M, C) of all members of all models, and labels (B,), batch by batch, in float64 on the CPU.
 
     In float32 the normalisation could round two logits to the same probability, and thus change a prediction.
     """
     for inputs, labels in batches(models, images, inference):
-        parts = []
-        for name, model, x in zip(names, models, inputs, strict=True):
-            with inference.autocast():
-                logits = _member_logits(model, x)
-            log_p = logits.cpu().double().log_softmax(2)
-            if log_p.isnan().any():
-                raise ValueError(f"{name} gives outputs that are NaN or Inf.")
-            parts.append(log_p)
+        parts = [
+            member_log_probabilities(model, name, x, inference, mc_dropout)
+            for name, model, x in zip(names, models, inputs, strict=True)
+        ]
         yield torch.cat(parts, 1), labels.cpu()
+
+
+def member_log_probabilities(
+    model: nn.Module, name: str, x: Tensor, inference: Inference, mc_dropout: int | None = None
+) -> Tensor:
+    """Log-probabilities (B, M, C) of the members of one model for images x (B, channels, height, width)."""
+    with inference.autocast():
+        logits = _member_logits(model, x) if mc_dropout is None else _samples(model, name, x, mc_dropout)
+    log_p_BMC = logits.cpu().double().log_softmax(2)
+    if log_p_BMC.isnan().any():
+        raise ValueError(f"{name} gives outputs that are NaN or Inf.")
+    return log_p_BMC
 
 
 def _member_logits(model: nn.Module, x: Tensor) -> Tensor:
@@ -122,7 +164,13 @@ def _member_logits(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).unsqueeze(1) if forward_members is None else forward_members(x)
 
 
-def _confidence(log_p_BMC: Tensor) -> Tensor:
+def _samples(model: nn.Module, name: str, x: Tensor, samples: int) -> Tensor:
+    with sampling(model, name, samples):
+        return model(x).unflatten(0, (x.shape[0], samples))
+
+
+def confidence(log_p_BMC: Tensor) -> Tensor:
+    """(B,) the largest of the ensemble's probabilities."""
     return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
 
 

@@ -7,7 +7,7 @@ import csv
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from ..convert.blocks import moe_layers
 from ..files import check_folder, dump_json, publish, staged
 from ..layers import EwaMlp, MoeMlp, Routing
 from .data import Inference, batches, class_names
+from .segmentation import MaskedImages, majority_labels
 
 _logger = logging.getLogger(__name__)
 
@@ -36,15 +37,16 @@ PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the images went in one call of a router.
+    """Where the images, or their patches, went in one call of a router.
 
     Attributes:
         layer: name of the expert layer; of one that is called several times in a forward, with the number of the call.
         top_k: experts of each row.
         degree: number of sets of experts that a row can go to.
-        count_IE: choices of each image's rows for each expert.
-        labels: (I,) class of each image, as an index of ``classes``.
-        classes: names of the classes that have images.
+        count_IE: choices of each image's rows for each expert. With labels of pixels an entry is a patch.
+        labels: (I,) class of each image, or patch, as an index of ``classes``.
+        classes: names of the classes that have images, or patches.
+        image_I: (I,) number of the image that a patch is of; None where the entries are images.
     """
 
     layer: str
@@ -53,6 +55,20 @@ class Routes:
     count_IE: Tensor
     labels: Tensor
     classes: list[str]
+    image_I: Tensor | None = None
+
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.labels if self.image_I is None else self.image_I.unique())
+
+    def experts_per_image(self) -> float:
+        """Number of different experts that the rows of an image go to, on average."""
+        count_IE = self.count_IE
+        if self.image_I is not None:
+            image_I = self.image_I.unique(return_inverse=True)[1]
+            count_IE = count_IE.new_zeros(self.images(), count_IE.shape[1], dtype=torch.int)
+            count_IE.index_add_(0, image_I, self.count_IE.int())
+        return (count_IE > 0).sum(1).double().mean().item()
 
     def count_CE(self) -> Tensor:
         """Choices of each class for each expert."""
@@ -87,15 +103,78 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
                 model(inputs)
             counts.append([_count_choices(routing, len(batch_labels)) for _, routing in calls])
             labels.append(batch_labels.cpu())
-    present, indices = torch.cat(labels).unique(return_inverse=True)
-    classes = [class_names(images)[number] for number in present.tolist()]
+    return _routes(layers, calls, counts, torch.cat(labels), class_names(images).__getitem__)
+
+
+def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference | None = None) -> list[Routes]:
+    """As :func:`collect_routes`, but a token is of the class that most pixels of its patch have.
+
+    Patches most of whose pixels have no class are left out, as are the class token and registers. With
+    ``routing_unit=image`` all patches of an image go where their image goes.
+
+    Args:
+        model: on its device, in eval mode.
+        images: at the size that the model takes.
+        inference: how forwards are run.
+
+    Raises:
+        ValueError: as ``collect_routes``; if a router does not see the patches of the images one by one; if a pair of
+            image and mask cannot be used; or if no patch has a class.
+    """
+    inference = inference or Inference()
+    counts, labels, numbers = [], [], []
+    layers = routed_layers(model)
+    grid, prefix = patch_grid(model)
+    done = 0
+    with torch.inference_mode(), _watched(layers) as calls:
+        for inputs, labels_BHW in images.batches(inference):
+            calls.clear()
+            with inference.autocast():
+                model(inputs)
+            labels_BP = majority_labels(labels_BHW, grid)
+            known_BP = labels_BP != images.ignore_index
+            counts.append(
+                [_count_of_patches(name, routing, labels_BP.shape, prefix)[known_BP] for name, routing in calls]
+            )
+            labels.append(labels_BP[known_BP])
+            numbers.append(done + known_BP.nonzero()[:, 0])
+            done += len(labels_BP)
+    if not any(map(len, labels)):
+        raise ValueError(f"Most pixels of every patch have the label {images.ignore_index}, so no patch has a class.")
+    return _routes(layers, calls, counts, torch.cat(labels), images.class_name, torch.cat(numbers))
+
+
+def _routes(
+    layers: Mapping[str, MoeMlp],
+    calls: Sequence[tuple[str, Routing]],
+    counts: Sequence[Sequence[Tensor]],
+    numbers: Tensor,
+    class_name: Callable[[int], str],
+    image_I: Tensor | None = None,
+) -> list[Routes]:
+    """Of each call, from the counts of each batch and the numbers of the classes."""
+    present, labels = numbers.unique(return_inverse=True)
+    classes = [class_name(number) for number in present.tolist()]
     degrees = [layers[layer].routed_by.routing_degree() for layer, _ in calls]
     return [
-        Routes(name, routing.place.shape[1], degree, torch.cat(parts), indices, classes)
+        Routes(name, routing.place.shape[1], degree, torch.cat(parts), labels, classes, image_I)
         for name, (_, routing), degree, parts in zip(
-            _call_names(calls), calls, degrees, zip(*counts, strict=True), strict=True
+            call_names([layer for layer, _ in calls]), calls, degrees, zip(*counts, strict=True), strict=True
         )
     ]
+
+
+def patch_grid(model: nn.Module) -> tuple[tuple[int, int], int]:
+    """(rows, columns) of a Vision Transformer's patches, and the number of tokens before them.
+
+    Raises:
+        ValueError: if the model does not say them.
+    """
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    prefix = getattr(model, "num_prefix_tokens", None)
+    if grid is None or prefix is None:
+        raise ValueError(f"This {type(model).__name__} does not say which of its tokens are which patches of an image.")
+    return tuple(grid), prefix
 
 
 def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
@@ -109,7 +188,7 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
     routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
     if not routed:
-        kinds = "random partitions" if all(isinstance(layer, EwaMlp) for layer in layers.values()) else "so routed"
+        kinds = "random partitions" if all(isinstance(layer, EwaMlp) for layer in layers.values()) else "so made"
         raise ValueError(f"All expert layers of this model are {kinds}, which do not depend on the images.")
     return routed
 
@@ -138,10 +217,26 @@ def _count_choices(routing: Routing, images: int) -> Tensor:
     return count_IE.scatter_add_(1, expert_IN, torch.ones_like(expert_IN)).int().cpu()
 
 
-def _call_names(calls: Sequence[tuple[str, Routing]]) -> list[str]:
-    total, seen = Counter(name for name, _ in calls), Counter[str]()
+def _count_of_patches(layer: str, routing: Routing, patches: Sequence[int], prefix: int) -> Tensor:
+    """(B, P, E) choices of each patch for each expert; an image may be there several times, for each member."""
+    images, tokens = patches[0], prefix + patches[1]
+    rows, top_k = routing.place.shape
+    if rows % (images * tokens):
+        raise ValueError(
+            f"{layer} routes {rows // images} rows of an image, which are not its {patches[1]} patches and {prefix} "
+            "other tokens."
+        )
+    expert_BMTK = routing.experts().view(images, -1, tokens, top_k)
+    expert_BPN = expert_BMTK[:, :, prefix:].transpose(1, 2).flatten(2)
+    count_BPE = expert_BPN.new_zeros(*patches, len(routing.ends))
+    return count_BPE.scatter_add_(2, expert_BPN, torch.ones_like(expert_BPN)).to(torch.uint8).cpu()
+
+
+def call_names(layers: Sequence[str]) -> list[str]:
+    """Names of the calls of routers, by the layers that they are of: with their number where one is called again."""
+    total, seen = Counter(layers), Counter[str]()
     names = []
-    for name, _ in calls:
+    for name in layers:
         seen[name] += 1
         names.append(name if total[name] == 1 else f"{name} (call {seen[name]})")
     return names
@@ -192,7 +287,7 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
         "mutual_information": information,
         "normalized": normalized,
         "by_chance": by_chance,
-        "experts_per_image": (routes.count_IE > 0).sum(1).double().mean().item(),
+        "experts_per_image": routes.experts_per_image(),
         "kept": normalized - by_chance >= threshold,
     }
 
@@ -205,8 +300,10 @@ def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, A
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
     kept = [routes.degree for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]
+    patches = {} if all_routes[0].image_I is None else {"patches": len(all_routes[0].labels)}
     return {
-        "images": len(all_routes[0].labels),
+        "images": all_routes[0].images(),
+        **patches,
         "layers": layers,
         "experts_per_image": sum(layer["experts_per_image"] for layer in layers),
         "routing_degree": math.prod(routes.degree for routes in all_routes),
@@ -228,10 +325,11 @@ def table(summary: Mapping[str, Any]) -> str:
             f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
         ]
     kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
+    images = f"images {summary['images']:,}" + (f", patches {summary['patches']:,}" if "patches" in summary else "")
     return "\n".join(
         [
             *lines,
-            f"images {summary['images']:,}, experts of an image in all layers {summary['experts_per_image']:.2f}",
+            f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
             f"routing degree {summary['routing_degree']:,}",
             f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}",
         ]

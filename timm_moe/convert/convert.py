@@ -7,7 +7,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
+from ..layers import EwaMlp, FusedMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import put_experts, select_blocks
@@ -20,6 +20,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 # Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
 register_notrace_module(MoeMlp)
 register_notrace_module(EwaMlp)
+register_notrace_module(FusedMlp)
 register_notrace_module(SharedExpertMlp)
 
 
@@ -45,9 +46,10 @@ def convert_to_moe(
         moe_layers: which blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
             ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
             ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names.
-        router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; or the name of
-            another that was registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a
-            callable ``(dim, num_experts) -> nn.Module``.
+        router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; ``"fused"``, where
+            learned weights make one network of the experts before each forward (ExFusion); the name of another that
+            was registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable ``(dim,
+            num_experts) -> nn.Module``.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
             ``"independent"`` draws them anew at the scale of the initial weights (for training from scratch).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
@@ -64,7 +66,10 @@ def convert_to_moe(
         eval_mode: ``"average"`` evaluates the mean of the experts, which is what is exported;
             ``"partition"`` evaluates the experts on random partitions (for analysis).
 
-    Of every other router:
+    Of ``router="fused"``:
+        common_share: the weight that the first expert has for good, as the shared one in XFT; 0 for none.
+
+    Of ``router="top_k"`` and routers of other packages:
         shared_expert: add one more expert that every token passes through, without a gate (ViMoE).
         shared_init: what it begins as: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, adding
             nothing.

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..layers import MoeMlp, begin_forward
+from ..layers import FusedMlp, MoeMlp, begin_forward
 from .blocks import moe_layers, put_network, unwrapped, whole_experts
 from .gather import average, get_method
 
@@ -26,13 +26,14 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
 
     Args:
         model: a model with expert layers; it is left as it is. Wrappers (DDP, torch.compile, EMA) are taken off.
-        method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``, ``"topk"``, ``"svd"``;
-            see ``timm_moe.convert.gather``. A shared expert counts as one of the experts.
+        method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``, ``"topk"``,
+            ``"topk_biases"``, ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. A shared expert counts as one
+            of the experts.
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
         ValueError: if the model has no expert layers or holds them in pieces (FSDP1), the method is unknown or does not
-            fit the networks, or ``svd_ratio`` is not above 0 and at most 1.
+            fit the networks (only ``"average"`` fits fused ones), or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # so that these are not copied
@@ -56,8 +57,12 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
-    for layer in layers.values():
+    for path, layer in layers.items():
         whole_experts(layer)  # raises
+        if isinstance(layer, FusedMlp) and method != "average":
+            raise ValueError(
+                f"The experts in {path} are fused: they are one network, so method={method!r} has no place."
+            )
     number, told = len(layers), time.monotonic()
     for done, path in enumerate(list(layers)):
         if method == "svd" or time.monotonic() - told > PROGRESS_INTERVAL:  # which takes seconds for every expert

@@ -1,14 +1,15 @@
 """Many feed-forward networks into one: averaging (EWA) and OneS's gathering (arXiv 2201.10890, section 3.2).
 
 Each method is a function of the stacked tensors of E networks, by the names that they have in one network: weights
-(E, out, in), biases and all else (E, size). It returns those of one network. Biases are always averaged (eq. 7).
+(E, out, in), biases and all else (E, size). It returns those of one network. Biases are averaged (eq. 7), unless the
+method says otherwise.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.kept_mean import mean_over_experts
 
@@ -25,12 +26,18 @@ def add(stacked: Weights) -> dict[str, Tensor]:
     return _gather_weights(stacked, partial(_sum_truncated, ratio=1))
 
 
-def top_units(stacked: Weights) -> dict[str, Tensor]:
+def top_units(stacked: Weights, gather_biases: bool = False) -> dict[str, Tensor]:
     """The strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
 
     The strength of a unit is the sum of the norms of its weights to and from it; what leads into a unit and out of it
     is kept together, and what a norm of the hidden units has for it; biases are averaged. If E does not divide H, the
     first experts give one unit more.
+
+    Args:
+        stacked: as above.
+        gather_biases: keep with each hidden unit its own bias. By default a unit gets the mean of the biases that the
+            experts have in its new place, as the paper says, which are those of other units. The last layer's biases
+            are averaged in any case.
 
     Raises:
         ValueError: if the network is not of layers into one hidden layer and one, named ``fc2``, out of it.
@@ -52,8 +59,11 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
         return torch.cat([part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim)
 
     of_norm = {name: tensor for name, tensor in stacked.items() if name.startswith("norm.")}
+    if gather_biases:
+        biases = {name.removesuffix("weight") + "bias" for name in inward} & stacked.keys()
+        inward |= {name: stacked[name].unflatten(1, (-1, hidden)) for name in biases}
     return {
-        **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3 and name not in of_norm}),
+        **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3}),
         **{name: of_kept(tensor, 0) for name, tensor in of_norm.items()},
         **{name: of_kept(rows, 1).flatten(0, 1) for name, rows in inward.items()},
         "fc2.weight": of_kept(outward_EDH, 1),
@@ -97,11 +107,30 @@ def _gather_weights(stacked: Weights, gather: Callable[[Tensor], Tensor]) -> dic
     return {name: means[name] if name in means else gather(tensor) for name, tensor in stacked.items()}
 
 
+def random_weights(stacked: Weights) -> dict[str, Tensor]:
+    """None of the experts' weights, but new ones: OneS's baseline "Switch" (table 1).
+
+    Only what is no expert then comes from the teacher, as in the distillation of Switch Transformers (arXiv
+    2101.03961). The network begins as in a ViT of timm: weights are drawn from a normal
+    distribution of standard deviation 0.02, biases are zero, scales of norms one. They are drawn by torch's global
+    generator.
+    """
+    return {name: _as_at_first(name, tensor[0]) for name, tensor in stacked.items()}
+
+
+def _as_at_first(name: str, like: Tensor) -> Tensor:
+    if like.ndim >= 2:
+        return nn.init.trunc_normal_(torch.empty_like(like, dtype=torch.float32), std=0.02).to(like.dtype)
+    return torch.zeros_like(like) if name.endswith("bias") else torch.ones_like(like)
+
+
 METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "average": average,
     "sum": add,
     "topk": top_units,
+    "topk_biases": partial(top_units, gather_biases=True),
     "svd": singular_values,
+    "random": random_weights,
 }
 
 

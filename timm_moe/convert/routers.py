@@ -19,6 +19,8 @@ from torch import nn
 from ..layers import (
     EnsembleRouter,
     EwaMlp,
+    FusedMlp,
+    Fusion,
     ImageRouter,
     MoeMlp,
     MultiHeadRouter,
@@ -107,7 +109,7 @@ class RouterSpec:
 
 _registered: dict[str, RouterSpec] = {}
 #: Those that come with the package.
-_HERE = ("random", "top_k")
+_HERE = ("random", "top_k", "fused")
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
@@ -189,6 +191,10 @@ def _none(value: Any) -> Any:
 
 def _random_partition(dim: int, num_experts: int) -> nn.Module:
     return RandomPartition(num_experts)
+
+
+def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
+    return Fusion(num_experts, common_share)
 
 
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
@@ -318,4 +324,7 @@ register_router(
         last_factory=partial(_top_k_router, is_last=True),
         check=_check_top_k,
     )
+)
+register_router(
+    RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}),
 )

@@ -1,6 +1,8 @@
-"""Calling a network with tensors in the place of its own."""
+"""Calling a network with tensors in the place of its own, and without autocast."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,3 +32,8 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str =
         },
     )
     return copied
+
+
+def no_autocast(x: Tensor) -> Any:
+    """A context in which operators on x compute in the types that they are given."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # there is none for meta

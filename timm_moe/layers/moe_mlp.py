@@ -29,8 +29,10 @@ class MoeMlp(Experts):
     Attributes:
         path: name of the layer in its model, for messages.
         replaced: the parameters of the dense network whose place it took, as long as something still holds them.
+        deploys_dense: whether one dense network computes what the layer does when it is deployed.
     """
 
+    deploys_dense: ClassVar[bool] = False
     #: Called with every layer that comes to be in this process, copies and unpickled ones included.
     observers: ClassVar[list[Callable[["MoeMlp"], Any]]] = []
     replaced: Iterable[nn.Parameter] = ()
@@ -63,6 +65,11 @@ class MoeMlp(Experts):
         return self.router if isinstance(self.router, Router) else Router(self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}router.logits" in state_dict and not hasattr(self.router, "logits"):
+            raise ValueError(
+                f"The checkpoint's experts in {prefix.rstrip('.')} are fused by learned weights, the model's are not: "
+                "create the model with router='fused'."
+            )
         if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
             raise ValueError(
                 f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
@@ -245,6 +252,7 @@ class EwaMlp(MoeMlp):
         ValueError: on an unknown ``eval_mode``, and as :class:`Experts`.
     """
 
+    deploys_dense = True
     EVAL_MODES = ("average", "partition")
 
     def __init__(

@@ -55,6 +55,11 @@ class Router(nn.Module):
         """Number of sets of experts that a row, or an image that is routed as a whole, can go to (ViMoE, 4.2)."""
         return math.comb(self.num_experts, self.experts_of_row())
 
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        """(T, ...) how likely each row of x, (B, ..., D), goes to each of the experts among which it chooses, by the
+        router's softmax without noise; None of a router that has no such thing."""
+        return None
+
     @contextmanager
     def dropping_nothing(self) -> Iterator[None]:
         """For the time of the block no choice is dropped in eval mode."""

@@ -6,7 +6,7 @@ batch) of a group, N rows of an image, M members of an ensemble.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .checks import check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
 from .draws import drawn
+from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
 from .router import Router, ScriptableChoice
@@ -173,7 +174,7 @@ class TopKRouter(RecordingRouter):
         groups = self._groups(batch)
         x_GBND = x.reshape(groups, batch // groups, rows, x.shape[-1])
         capacity = self._capacity(batch // groups * rows)
-        with _no_autocast(x):
+        with no_autocast(x):
             logits_GBNE = self._logits(x_GBND)
             noisy_GBNE = self._with_noise(logits_GBNE)
             gate_GBNE = noisy_GBNE.softmax(3)
@@ -190,6 +191,9 @@ class TopKRouter(RecordingRouter):
                     finite=logits_GBNE.isfinite().all(),
                 )
         return routing
+
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        return self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])).softmax(3).flatten(0, 2)
 
     def _assign(self, expert_GSK: Tensor, weight_GSK: Tensor, capacity: int | None) -> Routing:
         gated_GSK = self._gated(weight_GSK)
@@ -290,6 +294,10 @@ class ImageRouter(TopKRouter):
             place=place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1),
             weight=None if weight is None else weight.repeat_interleave(rows, 0),
         )
+
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        of_images = super().probabilities(x[:, :1])
+        return None if of_images is None else of_images.repeat_interleave(x.shape[1], 0)
 
 
 class TiledRouter(TopKRouter):
@@ -403,6 +411,10 @@ class PartitionedRouter(EnsembleRouter):
     As :class:`EnsembleRouter`, with every row in the part of every member.
     """
 
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        """A row has as many choices as there are parts."""
+        return None
+
     def experts_of_row(self) -> int:
         """K of each part."""
         return self.top_k * self.ensemble_size
@@ -456,7 +468,3 @@ def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _check_copies(batch: int, copies: int) -> None:
     if batch % copies:
         raise ValueError(f"A batch of {batch} does not hold each image {copies} times, once for each member.")
-
-
-def _no_autocast(x: Tensor) -> Any:
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # there is none for meta

@@ -62,11 +62,14 @@ class ShiftedPatches(nn.Module):
         """(B, D, H / patch_size, W / patch_size), rounded up, of (B, C, H, W)."""
         height, width = x_BCHW.shape[2:]
         x_BCHW = pad(x_BCHW, (0, -width % self.patch_size, 0, -height % self.patch_size))
-        shift = self.patch_size // 2
-        diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
-        shifted = [pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals]
-        patches = pixel_unshuffle(torch.cat([x_BCHW, *shifted], 1), self.patch_size)
+        patches = pixel_unshuffle(shifted(x_BCHW, self.patch_size // 2), self.patch_size)
         return self.linear(self.norm(patches.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
+    """(B, 5 C, H, W): the input and four copies, shifted along the diagonals by so many pixels; zeros fill them up."""
+    diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
+    return torch.cat([x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1)
 
 
 class ShiftedPatchEmbed(PatchEmbed):
@@ -169,7 +172,7 @@ class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_at
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """As timm's; a mask must be additive."""
-        diagonal_NN = _diagonal(x.shape[1], x)
+        diagonal_NN = diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN if attn_mask is None else attn_mask + diagonal_NN, **kwargs)
 
 
@@ -177,11 +180,11 @@ class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]
     """Swin's attention with LSA in each window, as :class:`LocalityAttention`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        diagonal_NN = _diagonal(x.shape[1], x)
+        diagonal_NN = diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN[None] if mask is None else mask + diagonal_NN)
 
 
-def _diagonal(tokens: int, like: Tensor) -> Tensor:
+def diagonal(tokens: int, like: Tensor) -> Tensor:
     """(N, N), 0 but for -inf on the diagonal."""
     index = torch.arange(tokens, device=like.device)
     return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], float("-inf"))  # ONNX lacks a bool eye

@@ -16,11 +16,13 @@ from ..layers.checks import check_flag
 from .ewa import expert_class
 from .locality import LocalityAttention, LocalityWindowAttention, ShiftedPatchEmbed, ShiftedPatchMerging, ShiftedPooling
 from .mixin import MoeMixin, architecture_args
+from .tokens_to_token import LocalT2TVisionTransformer
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
 
 __all__ = [
     "LocalPoolingVisionTransformer",
     "LocalSwinTransformer",
+    "LocalT2TVisionTransformer",
     "LocalVisionTransformer",
 ]  # timm adds the entrypoints
 
@@ -141,6 +143,12 @@ def _attention_args(attention: Any) -> dict[str, Any]:
     )
 
 
+class MoeLocalT2TVisionTransformer(MoeMixin, LocalT2TVisionTransformer):
+    """A T2T-ViT for small data sets with expert layers."""
+
+    stock_class = LocalT2TVisionTransformer
+
+
 class MoeLocalVisionTransformer(MoeMixin, LocalVisionTransformer):
     """A ViT for small data sets with expert layers."""
 
@@ -164,15 +172,16 @@ class Family(NamedTuple):
 
     Attributes:
         dense: registered name of the dense model.
-        stock: the stock model as which the experts are exported where there is neither SPT nor LSA.
-        args: arguments that make the stock model this one.
+        stock: the stock model as which the experts are exported where there is neither SPT nor LSA; None if timm has
+            none.
+        args: arguments that make the stock, or the dense, model this one.
         model_classes: the class of the dense model, of that with experts, and of that with experts and SPT or LSA.
         filter_fn: timm's filter for checkpoints.
         feature_cfg: how timm extracts features.
     """
 
     dense: str
-    stock: str
+    stock: str | None
     args: dict[str, Any]
     model_classes: tuple[type[nn.Module], type[nn.Module], type[nn.Module]]
     filter_fn: Callable[..., Any]
@@ -206,6 +215,15 @@ _SWIN = Family(
     dict(flatten_sequential=True, out_indices=(0, 1, 2)),
 )
 
+_T2T = Family(
+    "t2t_i2_32",
+    None,
+    dict(img_size=32, patch_size=4, embed_dim=256, depth=12, num_heads=4, mlp_ratio=2, qkv_bias=False),
+    (LocalT2TVisionTransformer, MoeLocalT2TVisionTransformer, MoeLocalT2TVisionTransformer),
+    vit.checkpoint_filter_fn,
+    dict(feature_cls="getter", out_indices=3),
+)
+
 #: Preprocessing of CIFAR-100, the EWA paper's first data set.
 _CFG: dict[str, Any] = dict(
     num_classes=100,
@@ -221,10 +239,13 @@ _CFG: dict[str, Any] = dict(
 _PIT_CFG = {**_CFG, "first_conv": "patch_embed.conv"}
 _SWIN_CFG = {**_CFG, "classifier": "head.fc", "pool_size": (4, 4)}
 
+_T2T_CFG = {**_CFG, "first_conv": None}
+
 _CFGS: dict[str, Any] = (
     dict.fromkeys(("vit_xtiny", "vit_xtiny_ewa_moe", "vit_xtiny_moe"), _CFG)
     | dict.fromkeys(("pit_xs_32", "pit_xs_32_ewa_moe"), _PIT_CFG)
     | dict.fromkeys(("swin_tiny_patch2_window4_32", "swin_tiny_patch2_window4_32_ewa_moe"), _SWIN_CFG)
+    | dict.fromkeys(("t2t_i2_32", "t2t_i2_32_ewa_moe"), _T2T_CFG)
 )
 default_cfgs = generate_default_cfgs(_CFGS)
 
@@ -236,7 +257,7 @@ def _create_dense(family: Family, pretrained: bool, kwargs: dict[str, Any]) -> n
 def _create_moe(family: Family, variant: str, pretrained: bool, kwargs: dict[str, Any], **moe_args: Any) -> nn.Module:
     flags = {name: kwargs.pop(name, False) for name in ("shifted_patches", "locality_attention")}
     _check_flags(**flags)
-    if any(flags.values()):
+    if any(flags.values()) or family.stock is None:
         model_class, dense_architecture, dense_args = family.model_classes[2], family.dense, {**kwargs, **flags}
     else:
         model_class, dense_architecture, dense_args = family.model_classes[1], family.stock, {**family.args, **kwargs}
@@ -299,3 +320,15 @@ def swin_tiny_patch2_window4_32(pretrained: bool = False, **kwargs) -> nn.Module
 def swin_tiny_patch2_window4_32_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
     """EWA Swin-T/2 of three stages at 32 px."""
     return _create_moe(_SWIN, "swin_tiny_patch2_window4_32_ewa_moe", pretrained, kwargs)
+
+
+@register_model
+def t2t_i2_32(pretrained: bool = False, **kwargs) -> nn.Module:
+    """T2T-ViT of 12 blocks at 32 px."""
+    return _create_dense(_T2T, pretrained, kwargs)
+
+
+@register_model
+def t2t_i2_32_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
+    """EWA T2T-ViT of 12 blocks at 32 px."""
+    return _create_moe(_T2T, "t2t_i2_32_ewa_moe", pretrained, kwargs)

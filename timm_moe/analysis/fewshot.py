@@ -1,0 +1,301 @@
+"""Few-shot linear evaluation: what the features of a frozen model tell of classes that it may never have seen.
+
+The protocol of V-MoE's code, which pBE takes over (arXiv 2110.03360, appendix B.4): features before the classifier are
+whitened, a constant stands for the bias, and a ridge regression to classes in {-1, 1} is solved in closed form. Shape
+suffixes: N images, D width of features, C classes, L penalties.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.data import ImageDataset, is_img_extension
+from torch import Tensor, nn
+
+from ..checkpoints.source import ModelSpec, load_source
+from .data import Inference, Source, batches, class_names, describe_source
+
+_logger = logging.getLogger(__name__)
+
+#: Penalties of the regression, among which the best one is taken.
+PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
+#: Large, so that the bias is hardly penalised.
+CONSTANT = 100.0
+JOINT, DISJOINT, WEIGHTED = "joint", "disjoint", "weighted"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Images to learn classes from, and images to be told apart.
+
+    Attributes:
+        name: in the results.
+        train: the shots are drawn from these.
+        test: the same classes.
+    """
+
+    name: str
+    train: ImageDataset
+    test: ImageDataset
+
+
+@dataclass(frozen=True)
+class Result:
+    """How many test images were classified rightly after so many shots.
+
+    Attributes:
+        folder: name of the images.
+        shots: training images of each class.
+        members: ``"joint"``, one regression on the features of all members side by side; ``"disjoint"``, the mean of
+            the members' regressions; or ``"weighted"``, their mean by the inverse of :meth:`Ridge.left_out_error`.
+        accuracy: mean over the draws, a share.
+        standard_error: of that mean; None of a single draw.
+        penalty: of the regression.
+    """
+
+    folder: str
+    shots: int
+    members: str
+    accuracy: float
+    standard_error: float | None
+    penalty: float
+
+
+class Ridge:
+    """Ridge regressions from features to classes for all penalties, by one eigendecomposition.
+
+    Args:
+        x_ND: features to learn from.
+        label_N: their classes.
+        num_classes: C.
+    """
+
+    def __init__(self, x_ND: Tensor, label_N: Tensor, num_classes: int):
+        x_ND = x_ND.double()
+        self._mean = x_ND.mean(0)
+        self._std = x_ND.std(0, correction=0) + 1e-5
+        self._x_ND = x_ND = self._whitened(x_ND)
+        self._y_NC = y_NC = 2 * nn.functional.one_hot(label_N, num_classes).double() - 1
+        if len(x_ND) >= x_ND.shape[1]:
+            self._eigenvalues, self._left = torch.linalg.eigh(x_ND.T @ x_ND)
+            self._right = self._left.T @ (x_ND.T @ y_NC)
+            self._squares = (x_ND @ self._left).square()
+        else:  # the smaller matrix, of the same regression
+            self._eigenvalues, vectors = torch.linalg.eigh(x_ND @ x_ND.T)
+            self._left, self._right = x_ND.T @ vectors, vectors.T @ y_NC
+            self._squares = vectors.square() * self._eigenvalues
+
+    def scores(self, x_ND: Tensor, penalty: float) -> Tensor:
+        """(N, C) of other features; the largest is that of the predicted class."""
+        return self._whitened(x_ND.double()) @ self.weights(penalty)
+
+    def weights(self, penalty: float) -> Tensor:
+        """(D + 1, C), the last row that of the constant."""
+        return (self._left / (self._eigenvalues + penalty)) @ self._right
+
+    def left_out_error(self, penalty: float) -> float:
+        """Mean squared error on each image that was learned from, by the regression of all others.
+
+        In closed form: the error of the whole regression divided by one minus the image's leverage. The features stay
+        whitened by all images.
+        """
+        leverage_N1 = (self._squares / (self._eigenvalues + penalty)).sum(1, keepdim=True)
+        error_NC = (self._y_NC - self._x_ND @ self.weights(penalty)) / (1 - leverage_N1)
+        return error_NC.square().mean().item()
+
+    def _whitened(self, x_ND: Tensor) -> Tensor:
+        return nn.functional.pad((x_ND - self._mean) / self._std, (0, 1), value=CONSTANT)
+
+
+def fewshot(
+    sources: Sequence[Source],
+    folders: Sequence[Folder],
+    shots: Sequence[int] = (1, 5, 10, 25),
+    draws: int = 3,
+    seed: int = 0,
+    *,
+    spec: ModelSpec | None = None,
+    use_ema: bool = False,
+    inference: Inference | None = None,
+) -> list[Result]:
+    """Learn the classes of each folder from few images of each, several times, and classify the test images.
+
+    The penalty is one for each number of shots: that of the best mean rank over all folders and draws, by the accuracy
+    on the test images, as in V-MoE's code. The shots of a draw contain those of its smaller numbers.
+
+    Args:
+        sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them; several, or a model with
+            members, are an ensemble.
+        folders: of images.
+        shots: training images of each class.
+        draws: how often they are drawn.
+        seed: of the draws.
+        spec: model to create for files that do not name it.
+        use_ema: take the EMA weights of train.py's checkpoints.
+        inference: how forwards are run.
+
+    Returns:
+        For each folder and number of shots the joint regression, and of an ensemble the disjoint ones, without and
+        with weights.
+
+    Raises:
+        ValueError: on a number below 1, shots above the images of a class, a class without images, other classes in a
+            folder's test images, a model without features, or features that are NaN; and as ``load_source``.
+    """
+    inference = inference or Inference()
+    if not shots or min(shots) < 1 or draws < 1:
+        raise ValueError(f"shots and draws must be at least 1, got {list(shots)} and {draws}.")
+    labels = [_checked_labels(folder, max(shots)) for folder in folders]
+    models = [load_source(source, spec, use_ema).to(inference.torch_device()).eval() for source in sources]
+    names = [describe_source(source) for source in sources]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tables = [
+        _accuracies(models, names, folder, label_N, shots, draws, generator, inference)
+        for folder, label_N in zip(folders, labels, strict=True)
+    ]
+    results = []
+    for kind in tables[0]:
+        for index, number in enumerate(shots):
+            best = _best_penalty(torch.cat([table[kind][:, index] for table in tables]))
+            for folder, table in zip(folders, tables, strict=True):
+                of_draws = table[kind][:, index, best]
+                error = of_draws.std().item() / math.sqrt(draws) if draws > 1 else None
+                results.append(Result(folder.name, number, kind, of_draws.mean().item(), error, PENALTIES[best]))
+    return results
+
+
+def _checked_labels(folder: Folder, shots: int) -> Tensor:
+    """The classes of the training images."""
+    for images in (folder.train, folder.test):
+        _check_no_class_is_empty(images)
+    names = class_names(folder.train)
+    if class_names(folder.test) != names:
+        raise ValueError(f"{folder.name} has other classes among its test images than among those to learn from.")
+    labels = torch.tensor([label for _, label in folder.train.reader.samples])
+    counts = labels.bincount(minlength=len(names))
+    if counts.min() < shots:
+        fewest = int(counts.argmin())
+        raise ValueError(
+            f"{shots} shots are asked for, but class {names[fewest]} of {folder.name} has {int(counts[fewest])} images."
+        )
+    return labels
+
+
+def _check_no_class_is_empty(images: ImageDataset) -> None:
+    """For timm a folder without images is no class, unless a class map names it."""
+    root, classes = images.reader.root, images.reader.class_to_idx
+    filled = {label for _, label in images.reader.samples}
+    empty = [name for name, label in classes.items() if label not in filled]
+    for path, folders, files in os.walk(root, followlinks=True):
+        name = os.path.basename(path)
+        has_images = any(is_img_extension(os.path.splitext(file)[1].lower()) for file in files)
+        if not folders and not has_images and not name.startswith("."):
+            empty.append(name)
+    if empty:
+        raise ValueError(f"Class {min(empty)} has no images in {root}.")
+
+
+def _accuracies(
+    models: Sequence[nn.Module],
+    names: Sequence[str],
+    folder: Folder,
+    label_N: Tensor,
+    shots: Sequence[int],
+    draws: int,
+    generator: torch.Generator,
+    inference: Inference,
+) -> dict[str, Tensor]:
+    """(draws, shots, L) of a folder, by kind."""
+    num_classes = len(class_names(folder.train))
+    drawn = [_draw(label_N, num_classes, max(shots), generator) for _ in range(draws)]
+    used, place = torch.stack(drawn).unique(return_inverse=True)  # features are computed once
+    _logger.info(
+        "%s: features of %s training and %s test images ...", folder.name, f"{len(used):,}", f"{len(folder.test):,}"
+    )
+    train, label = _features(models, names, folder.train, inference, used.tolist())
+    test, expected = _features(models, names, folder.test, inference)
+    parts = {JOINT: [(torch.cat(train, 1), torch.cat(test, 1))]}
+    if len(train) > 1:
+        parts[DISJOINT] = list(zip(train, test, strict=True))
+    kinds = (JOINT, DISJOINT, WEIGHTED) if len(train) > 1 else (JOINT,)
+    accuracy = {kind: torch.zeros(draws, len(shots), len(PENALTIES)) for kind in kinds}
+    for draw in range(draws):
+        _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
+        for index, number in enumerate(shots):
+            chosen = place[draw, :, :number].flatten()
+            for kind, members in parts.items():
+                ridges = [(Ridge(x[chosen], label[chosen], num_classes), others) for x, others in members]
+                for which, penalty in enumerate(PENALTIES):
+                    scores_MNC = torch.stack([ridge.scores(others, penalty) for ridge, others in ridges])
+                    accuracy[kind][draw, index, which] = _accuracy(scores_MNC.sum(0), expected)
+                    if kind == DISJOINT:
+                        error_M = scores_MNC.new_tensor([ridge.left_out_error(penalty) for ridge, _ in ridges])
+                        weighted_NC = (scores_MNC / error_M[:, None, None]).sum(0)
+                        accuracy[WEIGHTED][draw, index, which] = _accuracy(weighted_NC, expected)
+    return accuracy
+
+
+def _accuracy(scores_NC: Tensor, expected_N: Tensor) -> Tensor:
+    return (scores_NC.argmax(1) == expected_N).double().mean()
+
+
+def _draw(label_N: Tensor, num_classes: int, shots: int, generator: torch.Generator) -> Tensor:
+    """(C, shots) numbers of images of each class."""
+    of_class = [(label_N == number).nonzero().flatten() for number in range(num_classes)]
+    return torch.stack([images[torch.randperm(len(images), generator=generator)[:shots]] for images in of_class])
+
+
+@torch.inference_mode()
+def _features(
+    models: Sequence[nn.Module],
+    names: Sequence[str],
+    images: ImageDataset,
+    inference: Inference,
+    indices: Sequence[int] | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """(N, D) of each member of each model, and the labels; all images, or those of these numbers."""
+    parts: list[list[Tensor]] = []
+    labels = []
+    for inputs, label in batches(models, images, inference, indices):
+        with inference.autocast():
+            members = [_member_features(model, name, x) for model, name, x in zip(models, names, inputs, strict=True)]
+        parts.append([feature for features in members for feature in features.cpu().double().unbind(1)])
+        labels.append(label.cpu())
+    return [torch.cat(part) for part in zip(*parts, strict=True)], torch.cat(labels)
+
+
+def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
+    """(B, M, D) before the classifier."""
+    if hasattr(model, "forward_member_features"):
+        features = model.forward_member_features(x)
+    elif hasattr(model, "forward_features") and hasattr(model, "forward_head"):
+        features = model.forward_head(model.forward_features(x), pre_logits=True).unsqueeze(1)
+    else:
+        raise ValueError(f"{name} is a {type(model).__name__}, which does not give the features before its classifier.")
+    if not features.isfinite().all():
+        raise ValueError(f"{name} gives features that are NaN or Inf.")
+    return features
+
+
+def _best_penalty(accuracy_RL: Tensor) -> int:
+    """Number of the penalty of the best mean rank over R runs; of equal ones the smallest."""
+    better = (accuracy_RL.unsqueeze(2) > accuracy_RL.unsqueeze(1)).sum(2)
+    equal = (accuracy_RL.unsqueeze(2) == accuracy_RL.unsqueeze(1)).sum(2)
+    return int((better + equal / 2).mean(0).argmax())
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results to be read, a line for each."""
+    width = max(len(result.folder) for result in results)
+    lines = []
+    for result in results:
+        error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
+        lines.append(
+            f"  {result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}  {result.accuracy:.2%}{error}"
+            f"  (penalty {result.penalty:g})"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""What an ensemble inside one Vision Transformer has in common, whatever its members differ in."""
+
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ..layers import Tile, ensemble_log_probabilities
+
+
+def as_one_classifier(logits: Tensor) -> Tensor:
+    """(B, C) logarithm of the members' mean probabilities for logits (B, M, C), computed in float32 at least."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ensemble_log_probabilities(precise.log_softmax(-1)).to(logits.dtype)
+
+
+class MembersMixin(VisionTransformer):
+    """M members that part at some block of a Vision Transformer (pBE, arXiv 2110.03360, section 4).
+
+    At the input of that block each image is repeated M times in a row, so that ``forward_features`` gives (B M, N, D).
+    In training the output is that of all members, (B, M, C), for :class:`timm_moe.MemberLoss`, which timm's training
+    tasks get by themselves. In eval mode it is the logarithm of the mean of their probabilities, (B, C); without a
+    classifier, the mean of their features.
+
+    Subclasses are written ``class X(MembersMixin, Y)``, Y another subclass of VisionTransformer, and call
+    :meth:`part_at` in their constructor.
+
+    Attributes:
+        ensemble_size: M; 1 once the blocks where the members differ are pruned.
+        parting_block: number of the block at whose input images are repeated.
+    """
+
+    ensemble_size: int
+    parting_block: int
+
+    def part_at(self, block: int, ensemble_size: int) -> None:
+        """Let members part at the input of this block."""
+        self.ensemble_size = ensemble_size
+        self.parting_block = block
+        self._tiling = self.blocks[block].register_forward_pre_hook(Tile(ensemble_size))
+
+    def part_no_more(self) -> None:
+        """Images are repeated no longer."""
+        self._tiling.remove()
+        for name in ("ensemble_size", "parting_block", "_tiling"):
+            delattr(self, name)
+
+    def forward_members(self, x: Tensor) -> Tensor:
+        """The logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
+        return self._members(super().forward_head(self.forward_features(x)))
+
+    def forward_member_features(self, x: Tensor) -> Tensor:
+        """The features (B, M, D) of each member before the classifier."""
+        return self._members(super().forward_head(self.forward_features(x), pre_logits=True))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        members = self._members(super().forward_head(x, pre_logits))
+        if self.training:
+            return members
+        if pre_logits or isinstance(self.head, nn.Identity):
+            return members.mean(1)
+        return as_one_classifier(members)
+
+    def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As timm's, with the mean of the members for each intermediate feature; the final one has all (B M, N, D)."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
+        result: Any = super().forward_intermediates(
+            x, indices, return_prefix_tokens, norm, stop_early, "NLC", intermediates_only, output_dict=True, **kwargs
+        )
+        if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
+            # stopped before the members part
+            result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
+        for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
+            result[name] = [feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]]
+        if output_fmt == "NCHW":
+            size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+            result["image_intermediates"] = [
+                feature.mT.unflatten(2, size).contiguous() for feature in result["image_intermediates"]
+            ]
+        if output_dict:
+            return result
+        features = result["image_intermediates"]
+        if "image_intermediates_prefix" in result:
+            features = list(zip(features, result["image_intermediates_prefix"], strict=True))
+        return features if intermediates_only else (result["image_features"], features)
+
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        kept = super().prune_intermediate_layers(*args, **kwargs)
+        if len(self.blocks) <= self.parting_block:
+            self.ensemble_size = 1
+        return kept
+
+    def _members(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))

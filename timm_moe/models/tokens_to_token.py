@@ -1,0 +1,217 @@
+"""T2T-ViT (arXiv 2101.11986) as "Vision Transformer for Small-Size Datasets" (2112.13492) sizes it.
+
+Images become tokens by overlapping windows that attend to each other and are merged again. Details are those of that
+paper's code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import Attention, Mlp, PatchEmbed
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, unfold
+
+from ..layers.checks import check_flag, check_integer
+from .locality import LocalityAttention, diagonal, shifted
+from .vision_transformer import PreLogitsVisionTransformer
+
+#: Side, stride and padding of the windows that become tokens.
+WINDOW = dict(kernel_size=3, stride=2, padding=1)
+WINDOW_AREA = 9
+
+
+class TokenAttention(nn.Module):
+    """One head from tokens of one width to another, with the values as its shortcut.
+
+    Args:
+        dim: D, of the tokens that come in; the queries are scaled by its root.
+        out_dim: of those that go out.
+        locality: no token attends to itself, at a learned temperature (LSA).
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * out_dim, bias=False, device=device, dtype=dtype)
+        self.proj = nn.Linear(out_dim, out_dim, device=device, dtype=dtype)
+        scale = dim**-0.5
+        self.scale = nn.Parameter(torch.full((1, 1, 1), scale, device=device, dtype=dtype)) if locality else scale
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        queries, keys, values = self.qkv(x_BND).chunk(3, -1)
+        mask = diagonal(x_BND.shape[1], queries) if isinstance(self.scale, nn.Parameter) else None
+        attended = scaled_dot_product_attention(queries * self.scale, keys, values, attn_mask=mask, scale=1.0)
+        return values + self.proj(attended)
+
+
+class TokenTransformer(nn.Module):
+    """Attention and MLP between two splits.
+
+    Arguments as :class:`TokenAttention`.
+    """
+
+    def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
+        super().__init__()
+        like = {"device": device, "dtype": dtype}
+        self.norm1 = nn.LayerNorm(dim, **like)
+        self.attn = TokenAttention(dim, out_dim, locality, **like)
+        self.norm2 = nn.LayerNorm(out_dim, **like)
+        self.feed_forward = Mlp(out_dim, out_dim, **like)  # by another name than that of the blocks, which get experts
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        x_BND = self.attn(self.norm1(x_BND))
+        return x_BND + self.feed_forward(self.norm2(x_BND))
+
+
+class TokensToToken(nn.Module):
+    """(B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
+
+    Args:
+        in_channels: C.
+        dim: D.
+        splits: each halves the grid; between them tokens attend to each other.
+        token_dim: width of the tokens between splits.
+        shifted_patches: the image and four shifted copies of it come in together (SPT).
+        locality_attention: see :class:`TokenAttention`.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        dim: int,
+        splits: int,
+        token_dim: int = 64,
+        shifted_patches: bool = False,
+        locality_attention: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        like = {"device": device, "dtype": dtype}
+        self.shifted_patches = shifted_patches
+        widths = [in_channels * (5 if shifted_patches else 1), *[token_dim] * (splits - 1)]
+        self.transformers = nn.ModuleList(
+            TokenTransformer(width * WINDOW_AREA, token_dim, locality_attention, **like) for width in widths[:-1]
+        )
+        self.project = nn.Linear(widths[-1] * WINDOW_AREA, dim, **like)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        if self.shifted_patches:
+            x_BCHW = shifted(x_BCHW, 1)
+        for transformer in self.transformers:
+            x_BCHW = _as_grid(transformer(_split(x_BCHW)), x_BCHW)
+        return _as_grid(self.project(_split(x_BCHW)), x_BCHW)
+
+
+def _split(x_BCHW: Tensor) -> Tensor:
+    """(B, N, 9 C): overlapping windows."""
+    return unfold(x_BCHW, **WINDOW).transpose(1, 2)
+
+
+def _as_grid(x_BND: Tensor, before_BCHW: Tensor) -> Tensor:
+    """The tokens of a split in their places."""
+    height, width = (-(-side // 2) for side in before_BCHW.shape[2:])
+    return x_BND.transpose(1, 2).unflatten(2, (height, width))
+
+
+class TokensToTokenEmbed(PatchEmbed):
+    """timm's PatchEmbed with :class:`TokensToToken` in place of its convolution.
+
+    Args:
+        img_size: as PatchEmbed.
+        patch_size: a power of 2, the side of what becomes one token in the end.
+        in_chans: channels of the images.
+        embed_dim: width of the tokens.
+        shifted_patches: see :class:`TokensToToken`.
+        locality_attention: likewise.
+        bias: not used.
+        device: of the parameters.
+        dtype: of the parameters.
+        kwargs: as PatchEmbed.
+
+    Raises:
+        ValueError: if the patch size is no power of 2, or is to change later.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] | None = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        embed_dim: int = 256,
+        shifted_patches: bool = False,
+        locality_attention: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ):
+        check_integer("The patch_size of T2T", patch_size, 2)
+        if patch_size & (patch_size - 1):
+            raise ValueError(f"The patch_size of T2T must be a power of 2, got {patch_size}.")
+        flags: dict[str, Any] = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        splits = patch_size.bit_length() - 1
+        proj = TokensToToken(in_chans, embed_dim, splits, **flags, device=device, dtype=dtype)
+        super().__init__(img_size, patch_size, in_chans, embed_dim, device="meta", **kwargs)
+        self.proj = proj  # type: ignore[assignment]
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        if patch_size not in (None, self.patch_size, self.patch_size[0]):
+            raise ValueError(f"The patch_size of T2T is fixed at {self.patch_size[0]}, got {patch_size!r}.")
+        super().set_input_size(img_size)
+
+
+class T2TAttention(Attention):
+    """timm's Attention with a shortcut of its own, beside the block's, as in the authors' code."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return x + super().forward(x, attn_mask, **kwargs)
+
+
+class T2TLocalityAttention(LocalityAttention):
+    """The same with LSA."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return x + super().forward(x, attn_mask, **kwargs)
+
+
+class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
+    """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
+
+    Args:
+        args: as :class:`PreLogitsVisionTransformer`.
+        shifted_patches: shifted copies of the image beside it (SPT).
+        locality_attention: attention is :class:`LocalityAttention` (LSA), also where tokens are made.
+        kwargs: as :class:`PreLogitsVisionTransformer`.
+    """
+
+    def __init__(
+        self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
+    ) -> None:
+        check_flag("shifted_patches", shifted_patches)
+        check_flag("locality_attention", locality_attention)
+        flags = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        kwargs["embed_layer"] = partial(TokensToTokenEmbed, **flags)
+        kwargs["attn_layer"] = T2TLocalityAttention if locality_attention else T2TAttention
+        super().__init__(*args, **kwargs)
+        self._fix_positions()
+
+    def init_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().init_weights(*args, **kwargs)
+        self._fix_positions()
+
+    @torch.no_grad()
+    def _fix_positions(self: Any) -> None:
+        self.pos_embed.requires_grad_(False)
+        self.pos_embed.copy_(_sinusoids(*self.pos_embed.shape[1:]))
+
+
+def _sinusoids(positions: int, dim: int) -> Tensor:
+    """(positions, D), sines in the even and cosines in the odd columns."""
+    column = torch.arange(dim, dtype=torch.float64)
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * (column // 2) / dim)
+    return torch.where(column % 2 == 0, angle.sin(), angle.cos()).float()
