@@ -172,7 +172,7 @@ class ExpertWeightAveraging:
     ):
         if total_updates < 1:
             raise ValueError(f"total_updates must be at least 1, got {total_updates}.")
-        optimizer = _with_hooks(optimizer)
+        optimizer = with_hooks(optimizer)
         if self.of(optimizer) is not None:
             raise ValueError(
                 "This optimizer already has its expert weight averaging (timm's create_scheduler_v2 gives it one): "
@@ -327,7 +327,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         averaging._begin_step(optimizer)
 
 
-def _with_hooks(optimizer: Any) -> Optimizer:
+def with_hooks(optimizer: Any) -> Optimizer:
     """The optimizer whose steps are those to follow, with torch's step hooks."""
     while hasattr(optimizer, "step_was_skipped"):  # Accelerate's: its step may be none, that of the one inside is one
         optimizer = optimizer.optimizer

@@ -125,7 +125,7 @@ def export_dense(
     """
     target, model = _open(source, output_dir, spec, use_ema, overwrite)
     _require_finite(model, allow_nonfinite)
-    exact = method == "average" and all(isinstance(layer, EwaMlp) for layer in moe_layers(model).values())
+    exact = method == "average" and all(layer.deploys_dense for layer in moe_layers(model).values())
     history = find_history(source, model, use_ema)
     if moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)

@@ -178,13 +178,19 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
 def log_epoch(optimizer: Optimizer) -> None:
     """Log the summary of each router that the optimizer trains, and begin anew; done at the end of an epoch."""
     trained = [layer for layer in trained_layers(optimizer, living_layers) if layer.router in _totals]
-    for layer in sorted(trained, key=_order):
+    for layer in sorted(trained, key=by_block):
         totals = _totals[layer.router]
         if not totals.complete:
             _check_finite(layer, totals, now=True)
             if is_primary():
                 _logger.info(f"Routing in {layer.path or 'an expert layer'}: {totals.summary()}.")
             totals.complete = True
+
+
+def summary_of_epoch(layer: MoeMlp) -> RoutingSummary | None:
+    """What a router did since the last end of an epoch; None of one that was not trained, or has no losses."""
+    totals = _totals.get(layer.router)
+    return None if totals is None or totals.complete else totals.summary()
 
 
 def routed_layers(model: nn.Module) -> list[Any]:
@@ -218,6 +224,6 @@ def _check_finite(layer: MoeMlp, totals: _Totals, now: bool = False) -> None:
         )
 
 
-def _order(layer: MoeMlp) -> list[Any]:
+def by_block(layer: MoeMlp) -> list[Any]:
     """Sort key: blocks by number."""
     return [int(part) if part.isdecimal() else -1 for part in layer.path.split(".")]

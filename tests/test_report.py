@@ -1,0 +1,404 @@
+"""The report: what it says against what is so, and the page in a real browser."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import SMALL_VIT
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+import timm_moe
+from timm_moe.analysis.data import Inference, image_folder, load_classifiers
+from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.routes import collect_routes
+from timm_moe.callbacks.epoch_log import FILE, spread
+from timm_moe.report import write_report
+from timm_moe.report.alike import likeness
+from timm_moe.report.observe import SHOWN, SUREST, LayerObservation, Observation, Patch, observe
+from timm_moe.report.page import page
+from timm_moe.report.sections import (
+    alike_section,
+    classifier_section,
+    routing_section,
+    run_section,
+)
+from timm_moe_cli import main
+
+HERE = Inference(batch_size=7, workers=0, device="cpu")
+#: A folder may have any name.
+CLASSES = ["apple", "baby", "<script><b>chair", "dolphin", 'elephant "grey"']
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for split, number in (("val", 4), ("other", 2)):
+        for label, name in enumerate(CLASSES):
+            place = folder / split / name.replace("/", "")
+            place.mkdir(parents=True)
+            for index in range(number):
+                pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{index}.png")
+    return folder
+
+
+def make_model(name="vit_tiny_moe", **options):
+    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
+    nn.init.normal_(model.head.weight, std=0.3)
+    for layer in timm_moe.moe_layers(model).values():
+        if hasattr(layer.router, "weight"):
+            nn.init.normal_(layer.router.weight)
+    return model
+
+
+def observed(model, data, ood=None):
+    images = image_folder(data)
+    (model,) = load_classifiers([model], images, inference=HERE)
+    return observe(model, "model", images, ood, HERE)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_moe", dict(top_k=2)),
+        ("vimoe_s14", {}),
+        ("vmoe_pbe_s32", dict(num_experts=4)),
+        ("widenet_b", dict(depth=2)),
+        ("vmoe_mimo_s32", dict(num_experts=4)),
+    ],
+)
+def test_it_sees_what_evaluate_and_routes_do(name, options, data):
+    model = make_model(name, **{**SMALL_VIT, **options})
+    images, other = image_folder(data), image_folder(data, "other")
+    seen = observed(model, data, other)
+    expected = evaluate([model], images, other, inference=HERE)
+    assert seen.figures == pytest.approx(expected, nan_ok=True)
+    assert len(seen.confidence) == 20
+    assert len(seen.ood_confidence) == 10
+    assert (seen.predicted != seen.labels).double().mean().item() == pytest.approx(expected["error"])
+    for layer, routes in zip(seen.layers, collect_routes(model, images, HERE), strict=True):
+        assert layer.name == routes.layer
+        assert layer.count_IE.sum() + layer.dropped == routes.count_IE.sum()
+        if not layer.dropped:
+            assert torch.equal(layer.count_IE, routes.count_IE)
+        assert layer.load.sum().item() == pytest.approx(1)
+        assert layer.grid == (4, 4)
+        assert layer.expert_SP.shape == layer.gate_SP.shape == (min(SHOWN, 20), 16)
+
+
+def test_patches_experts_and_pairs_are_those_of_the_routers(data):
+    model = make_model(top_k=1, capacity_factor=None)
+    model.pretrained_cfg["crop_pct"] = 1.0
+    seen = observed(model, data)
+    files = [name for name, _ in image_folder(data).reader.samples]
+    images = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])
+    assert torch.equal(seen.shown_pixels, images[seen.shown].permute(0, 3, 1, 2))
+    inputs = {}
+    for path, layer in timm_moe.moe_layers(model).items():
+        layer.router.register_forward_pre_hook(lambda _, given, path=path: inputs.setdefault(path, given[0]))
+    with torch.no_grad():
+        model((images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5)
+    first, second = seen.layers
+    gates = {
+        path: (inputs[path] @ layer.router.weight.T).softmax(2) for path, layer in timm_moe.moe_layers(model).items()
+    }
+    gate_BN, expert_BN = gates[first.name].max(2)
+    assert torch.equal(first.expert_SP, expert_BN[seen.shown, 1:])
+    torch.testing.assert_close(first.gate_SP, gate_BN[seen.shown, 1:], rtol=1e-4, atol=1e-4)
+    pairs = torch.zeros(4, 4, dtype=torch.long)
+    for here, there in zip(expert_BN.flatten(), gates[second.name].argmax(2).flatten(), strict=True):
+        pairs[here, there] += 1
+    assert torch.equal(first.next_EE, pairs)
+    assert second.next_EE is None
+    for expert, patches in enumerate(first.surest):
+        best = torch.where(expert_BN[:, 1:] == expert, gate_BN[:, 1:], -1).amax(1).sort(descending=True).values
+        best = best[best >= 0][:SUREST]
+        torch.testing.assert_close(torch.tensor([patch.gate for patch in patches]), best, rtol=1e-4, atol=1e-4)
+        assert all(patch.pixels.shape == (3, 24, 24) for patch in patches)
+    entropy = torch.special.entr(gates[first.name]).sum(2).flatten() / torch.tensor(4.0).log()
+    assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
+
+
+def test_every_member_of_an_ensemble_has_its_patches(data):
+    layer = observed(make_model("vmoe_pbe_s32", num_experts=4), data).layers[0]
+    assert all(layer.surest)
+    assert layer.expert_SP.max() < 2  # of the first member
+
+
+def test_experts_that_are_alike_are_called_so(data, ewa_vit):
+    images = image_folder(data)
+    model = ewa_vit.eval()
+    for layer in timm_moe.moe_layers(model).values():
+        for _, stacked in layer.named_expert_parameters():
+            stacked.data[:] = stacked.data[:1].clone()
+    alike = likeness(model, images, HERE)
+    assert [layer.layer for layer in alike] == list(timm_moe.moe_layers(model))
+    for layer in alike:
+        torch.testing.assert_close(layer.weights_EE, torch.ones(4, 4))
+        torch.testing.assert_close(layer.outputs_EE, torch.ones(4, 4))
+    changed = timm_moe.moe_layers(model)["blocks.1.mlp"]
+    for _, stacked in changed.named_expert_parameters():
+        stacked.data[3] = torch.randn_like(stacked[3])
+    first = likeness(model, images, HERE)[0]
+    assert first.weights_EE[0, 3] < 0.5
+    assert first.outputs_EE[0, 3] < 0.9
+    assert first.spread == spread(changed) > 0.1
+    (part,) = alike_section([first]).parts
+    assert f"blocks.1.mlp {first.spread:.3g}" in part.text
+
+
+def layer_of(load, dropped=0, experts=None):
+    experts = experts or len(load)
+    return LayerObservation(
+        name="blocks.1.mlp",
+        experts=experts,
+        by_image=False,
+        count_IE=torch.tensor([load]),
+        dropped=dropped,
+        entropy=torch.ones(20),
+        grid=(2, 2),
+        expert_SP=torch.zeros(1, 4, dtype=torch.long),
+        gate_SP=torch.full((1, 4), 0.5),
+        surest=[[Patch(0.5, torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] for _ in range(experts)],
+    )
+
+
+def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
+    labels = torch.zeros(len(confidence), dtype=torch.long)
+    return Observation(
+        classes=list(classes),
+        labels=labels,
+        predicted=torch.tensor(predicted),
+        confidence=torch.tensor(confidence),
+        ood_confidence=None,
+        figures={"images": len(confidence), "members": 1, "nll": 0.1, "error": 0.0, "ece": 0.1, "brier": 0.1},
+        layers=layers,
+        shown=[0],
+        shown_pixels=torch.zeros(1, 3, 8, 8, dtype=torch.uint8),
+    )
+
+
+def test_dead_experts_are_named():
+    told = routing_section(seen_as([layer_of([50, 1, 49, 0], dropped=7)])).parts[0].text
+    assert told == ("Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. 7 choices found no place.")
+    told = routing_section(seen_as([layer_of([30, 20, 25, 25])])).parts[0].text
+    assert told == "None: the least chosen expert of all layers has 80% of an even share. No choice was dropped."
+    assert routing_section(seen_as([])) is None
+
+
+@pytest.mark.parametrize(
+    ("confidence", "predicted", "verdict"),
+    [
+        ([0.9, 0.9, 0.8], [0, 1, 1], "Over-confident on average: confidence 86.7%, accuracy 33.3%"),
+        ([0.4, 0.5, 0.6], [0, 0, 0], "Under-confident on average: confidence 50.0%, accuracy 100.0%"),
+        ([0.5, 0.5], [0, 1], "Neither over- nor under-confident on average"),
+    ],
+)
+def test_over_confidence_is_told(confidence, predicted, verdict):
+    parts = {part.title: part for part in classifier_section({"m": seen_as([], confidence, predicted)}).parts}
+    assert parts["Is it as sure as it is right?"].text.startswith(verdict)
+
+
+def test_the_most_confused_classes_come_first():
+    seen = seen_as([], [0.5] * 5, [1, 1, 2, 0, 1], ("cat", "dog", "owl"))
+    table = classifier_section({"m": seen}).parts[-1].table
+    assert table[1:] == [["cat", "dog", "5", "60%"], ["cat", "owl", "5", "20%"]]
+
+
+def test_the_run_tells_whether_experts_came_together(tmp_path):
+    assert run_section(None) is None
+    assert run_section(tmp_path) is None
+    (tmp_path / "summary.csv").write_text(
+        "epoch,train_loss,eval_loss,eval_top1,lr\n0,2.0,1.5,40,0.1\n1,1.0,1.2,60,0.1\n1,1.0,1.3,58,0.1\n2,nan,1.4,,0\n"
+    )
+    epochs = [
+        {"epoch": epoch, "share_rate": 0.1, "layers": {"a": {"spread": 0.4 / (1 + epoch)}, "b": {"spread": None}}}
+        for epoch in range(3)
+    ]
+    (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
+    parts = {part.title: part for part in run_section(tmp_path).parts}
+    assert "They came together" in parts["Did the experts come together?"].text
+    assert "from 0.4 after the first epoch to 0.133" in parts["Did the experts come together?"].text
+    assert parts["Does the loss still fall?"].text == "It was lowest in epoch 1 of 0 to 2."
+    assert parts["How accurate was it in each epoch?"].text.startswith("Top-1 ended at 58.00 %; the best was 58.00 %")
+    (tmp_path / FILE).write_text("[")
+    with pytest.raises(ValueError, match="is damaged"):
+        run_section(tmp_path)
+
+
+@pytest.mark.ci
+def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
+    classes = [f"class number {number}" for number in range(1000)]
+    generator = torch.Generator().manual_seed(0)
+    layers = []
+    for number in range(12):
+        layer = layer_of([0], experts=32)
+        layer.name = f"blocks.{number}.mlp"
+        layer.count_IE = torch.randint(50, (2000, 32), generator=generator)
+        layer.grid = (14, 14)
+        layer.expert_SP = torch.randint(32, (SHOWN, 196), generator=generator)
+        layer.gate_SP = torch.rand(SHOWN, 196, generator=generator)
+        layer.next_EE = torch.randint(99, (32, 32), generator=generator) if number < 11 else None
+        layer.surest = [
+            [
+                Patch(0.5, torch.randint(256, (3, 48, 48), generator=generator).byte(), 0)  # noise packs worst
+                for _ in range(SUREST)
+            ]
+            for _ in range(32)
+        ]
+        layers.append(layer)
+    seen = seen_as(layers, [0.5] * 2000, [3] * 2000, classes)
+    seen.labels[:] = torch.arange(2000) % 1000
+    seen.shown[:] = range(SHOWN)
+    seen = Observation(
+        **{**vars(seen), "shown_pixels": torch.randint(256, (SHOWN, 3, 224, 224), generator=generator).byte()}
+    )
+    text = page("Title", "", [("", [routing_section(seen), classifier_section({"m": seen})])])
+    assert len(text) < 10 * 2**20
+
+
+@pytest.fixture(scope="module")
+def report(data, tmp_path_factory):
+    """The page of two models, of which one was trained by timm's loop."""
+    folder = tmp_path_factory.mktemp("report")
+    torch.manual_seed(0)
+    images = image_folder(data)
+    models = [make_model("vit_tiny_moe", num_experts=4), make_model("vmoe_pbe_s32", num_experts=4)]
+    return write_report(models, images, folder / "page", image_folder(data, "other"), inference=HERE)
+
+
+def test_nothing_of_a_name_becomes_code(report):
+    text = report.read_text()
+    assert "<script><b>" not in text
+    assert "&lt;script&gt;&lt;b&gt;chair" in text
+    assert "\\u003cscript>\\u003cb>chair" in text
+
+
+def test_the_command(data, tmp_path, capsys, monkeypatch):
+    torch.manual_seed(0)
+    kwargs = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
+    save_file(make_model().state_dict(), tmp_path / "a.safetensors")
+    save_file(make_model().state_dict(), tmp_path / "b.safetensors")
+    sources = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
+    options = ["--data-dir", str(data), "-j", "0", "--device", "cpu", "--model", "vit_tiny_moe", "--num-classes", "5"]
+    options += ["--model-kwargs", *kwargs, "--img-size", "32"]
+    assert main(["report", *sources, *options, str(tmp_path / "out")]) == 0
+    assert "open it in a browser" in capsys.readouterr().out
+    text = (tmp_path / "out/index.html").read_text()
+    for name in ("a.safetensors", "b.safetensors", "all models"):
+        assert f"<h2>{name}</h2>" in text
+    assert main(["report", sources[0], str(tmp_path / "out"), *options]) == 1
+    assert "index.html exists; pass --overwrite" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", sources[0], *options, str(tmp_path / "out"), "--overwritten"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "altair", None)
+    for name in [name for name in sys.modules if name.startswith("timm_moe.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["report", sources[0], *options, "--overwrite", str(tmp_path / "other")]) == 1
+    assert "The report needs altair: pip install 'timm_moe[report]'" in capsys.readouterr().err
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None or shutil.which("chromedriver") is None:
+        pytest.skip("There is no Chromium here: apt install chromium chromium-driver.")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def opened(browser, report, width=1200):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get_log("performance")
+    browser.get(f"file://{report}")
+    browser.execute_async_script("window.drawn.then(() => arguments[0]())")
+    return lambda selector: browser.find_elements("css selector", selector)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, width):
+    find = opened(browser, report, width)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    headings = [heading.text for heading in find("h3")]
+    assert headings == [
+        *("The model", "Who goes where", "How alike are the experts?"),
+        *("The model", "Who goes where", "How alike are the experts?", "The classifier"),
+    ]
+    assert len(find(".chart svg")) == len(find(".chart")) > 5
+    assert all(chart.size["width"] > 200 for chart in find(".chart svg"))
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    links = [link.get_attribute("href").partition("#")[2] for link in find("nav a")]
+    assert all(find(f"[id='{link}']") for link in links)
+
+
+@pytest.mark.ci
+def test_tables_are_sorted_and_searched_and_layers_chosen_by_keyboard(browser, report):
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import Select
+
+    find = opened(browser, report)
+    table = "#routing-0-2 "
+
+    def column(number):
+        return [int(row.find_elements("css selector", "td")[number].text) for row in find(table + "tbody tr")]
+
+    for expert in (2, 0):
+        button = find(table + "thead button")[expert + 1]
+        button.send_keys(Keys.ENTER)
+        assert column(expert) == sorted(column(expert), reverse=True)
+        assert find(table + "thead th")[expert + 1].get_attribute("aria-sort") == "descending"
+        assert browser.switch_to.active_element.text == str(expert)
+    shown = [row.text for row in find(table + "tbody tr")]
+    Select(find(table + "select")[0]).select_by_index(0)
+    assert [row.text for row in find(table + "tbody tr")] != shown
+    find(table + "input")[0].send_keys("DOL")
+    assert [row.text for row in find(table + "tbody th")] == ["dolphin"]
+    patches = "#routing-0-3 "
+
+    def colours():
+        return [mark.get_attribute("fill") for mark in find(patches + "rect")]
+
+    before = colours()
+    assert len(before) == SHOWN * 16
+    Select(find(patches + "select")[0]).select_by_index(0)
+    assert colours() != before
+    assert all(mark.is_displayed() for mark in find(patches + "rect"))
+    find(patches + "input")[0].send_keys(Keys.SPACE)
+    assert not any(mark.is_displayed() for mark in find(patches + "rect"))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dark", [False, True])
+def test_everyone_can_read_it(browser, report, dark):
+    from axe_core_python.selenium import Axe
+
+    find = opened(browser, report)
+    if (find("html")[0].get_attribute("data-theme") == "dark") != dark:
+        find("#theme")[0].click()
+    assert find("html")[0].get_attribute("data-theme") == ("dark" if dark else "light")
+    found = Axe().run(browser)["violations"]
+    assert [(violation["id"], violation["nodes"][0]["html"]) for violation in found] == []

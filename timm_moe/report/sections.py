@@ -1,0 +1,548 @@
+"""The sections of a report: what was measured, as sentences, charts, tables and images for the page."""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis.evaluation import LABELS
+from ..callbacks.epoch_log import read_epochs
+from ..checkpoints.history import History
+from ..convert.blocks import moe_layers
+from ..info import ModelInfo
+from ..model_config import get_pretrained_cfg
+from . import charts
+from .alike import Likeness
+from .images import data_uri, sheet
+from .observe import ENTROPY_BINS, LayerObservation, Observation
+
+#: Share of an even load below which an expert counts as dead.
+DEAD = 0.1
+#: Points by which confidence and accuracy may differ before the model is called over- or under-confident.
+TOLERANCE = 0.01
+#: Pairs of classes that are shown as confused, bins of the reliability diagram, and of confidences.
+CONFUSED, RELIABILITY_BINS, CONFIDENCE_BINS = 15, 15, 20
+
+
+@dataclass
+class Part:
+    """Something to look at.
+
+    Attributes:
+        title: says what to see in it.
+        text: sentences below.
+        chart: a Vega-Lite specification.
+        table: rows of cells, the first the head.
+        routes: what the page draws of a layer, see the page's script.
+    """
+
+    title: str
+    text: str = ""
+    chart: dict[str, Any] | None = None
+    table: list[list[str]] | None = None
+    routes: dict[str, Any] | None = None
+
+
+@dataclass
+class Section:
+    """A part of the page with a heading of its own.
+
+    Attributes:
+        name: its anchor.
+        title: its heading.
+        parts: in their order.
+    """
+
+    name: str
+    title: str
+    parts: list[Part] = field(default_factory=list)
+
+
+def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
+    """The model: its blocks, sizes and options, and where its weights came from."""
+    layers = moe_layers(model)
+    rows = [["", ""], ["model", info.name], ["experts", _experts(info)]]
+    rows += [["members", str(info.members)]] if info.members > 1 else []
+    rows += [["parameters in training", f"{info.total:,}"], ["activated for a token", f"{info.activated:,}"]]
+    rows += [["exported", f"{info.exported:,}"]] if info.exported is not None else []
+    rows += [["evaluation of an image", f"{info.gflops:.3f} GFLOPs"]]
+    rows += [["input", " x ".join(map(str, info.input_size))]]
+    options = [["option", "value"], *([name, value] for name, value in history.options.items())]
+    origin = [["", ""], *([name, str(value)] for name, value in _origin(history))]
+    parts = [
+        Part(
+            "Where the experts sit", _sitting(info), routes={"kind": "blocks", "blocks": _blocks(model, list(layers))}
+        ),
+        Part("Size and cost", table=rows),
+    ]
+    if len(options) > 1:
+        parts.append(Part("How it was trained", "train.py's options, those that are set.", table=options))
+    if len(origin) > 1:
+        parts.append(Part("Where it came from", table=origin))
+    return Section("model", "The model", parts)
+
+
+def _experts(info: ModelInfo) -> str:
+    if not info.moe_layers:
+        return "none"
+    unit = "image" if info.routing_unit == "image" else "token"
+    return f"{info.num_experts} in each of {len(info.moe_layers)} layers; {info.top_k} for each {unit}"
+
+
+def _sitting(info: ModelInfo) -> str:
+    if not info.moe_layers:
+        return "This model has no expert layers."
+    return f"{len(info.moe_layers)} of {info.blocks} feed-forward networks hold {info.num_experts} experts each."
+
+
+def _blocks(model: nn.Module, layers: Sequence[str]) -> list[dict[str, Any]]:
+    """The blocks of a ViT, or the expert layers alone where there are no such blocks."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
+        return [{"name": name, "experts": moe_layers(model)[name].num_experts} for name in layers]
+    by_block = {int(name.split(".")[1]): name for name in layers if name.split(".")[1].isdecimal()}
+    return [
+        {
+            "name": f"block {number}",
+            "experts": moe_layers(model)[by_block[number]].num_experts if number in by_block else 0,
+        }
+        for number in range(len(blocks))
+    ]
+
+
+def _origin(history: History) -> list[tuple[str, Any]]:
+    known = {"file": history.file, "epoch": history.epoch, "pretrained weights": history.base, "start": history.start}
+    known |= {"data": history.dataset, "gathered by": history.method}
+    known |= (
+        {}
+        if history.experts is None
+        else {f"experts' {name}": value for name, value in asdict(history.experts).items()}
+    )
+    return [(name, value) for name, value in known.items() if value is not None]
+
+
+def run_section(folder: Path | None) -> Section | None:
+    """The training run, from train.py's folder; None where there is none at hand.
+
+    Raises:
+        ValueError: if a file is damaged.
+    """
+    rows = _summary(folder) if folder else []
+    epochs = read_epochs(folder) if folder else []
+    if not rows and not epochs:
+        return None
+    section = Section("run", "The training run")
+    losses = _curves(rows, {"train_loss": "training", "eval_loss": "evaluation"})
+    if losses:
+        chart = charts.lines(losses, "epoch", "value", "images", x_title="epoch", y_title="loss")
+        section.parts.append(Part("Does the loss still fall?", _trend(losses), chart.to_dict()))
+    accuracy = _curves(rows, {"eval_top1": "top-1", "eval_top5": "top-5"})
+    if accuracy:
+        chart = charts.lines(accuracy, "epoch", "value", "accuracy", x_title="epoch", y_title="accuracy (%)")
+        section.parts.append(Part("How accurate was it in each epoch?", _best(accuracy), chart.to_dict()))
+    section.parts += _of_epochs(epochs)
+    return section
+
+
+def _summary(folder: Path) -> list[dict[str, str]]:
+    file = folder / "summary.csv"
+    if not file.exists():
+        return []
+    with open(file, newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row.get("epoch", "").isdecimal()]
+    return list({row["epoch"]: row for row in rows}.values())
+
+
+def _curves(rows: Sequence[dict[str, str]], names: dict[str, str]) -> list[dict[str, Any]]:
+    points = []
+    key = {"train_loss": "images", "eval_loss": "images"}
+    for row in rows:
+        for column, series in names.items():
+            try:
+                value = float(row.get(column) or "nan")
+            except ValueError:
+                continue
+            if math.isfinite(value):
+                points.append({"epoch": int(row["epoch"]), "value": value, key.get(column, "accuracy"): series})
+    return points
+
+
+def _trend(losses: Sequence[dict[str, Any]]) -> str:
+    own = [point["value"] for point in losses if point["images"] == "evaluation"] or [p["value"] for p in losses]
+    lowest = min(range(len(own)), key=own.__getitem__)
+    last = len(own) - 1
+    return "It was lowest in the last epoch." if lowest == last else f"It was lowest in epoch {lowest} of 0 to {last}."
+
+
+def _best(accuracy: Sequence[dict[str, Any]]) -> str:
+    own = [point for point in accuracy if point["accuracy"] == "top-1"]
+    best = max(own, key=lambda point: point["value"])
+    return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
+
+
+def _of_epochs(epochs: Sequence[dict[str, Any]]) -> list[Part]:
+    """What experts.json tells."""
+    parts = []
+    rates = [
+        {"epoch": entry["epoch"], "rate": entry["share_rate"], "of": "share rate"}
+        for entry in epochs
+        if entry["share_rate"] is not None
+    ]
+    if rates:
+        chart = charts.lines(rates, "epoch", "rate", "of", x_title="epoch", y_title="share rate of the last step")
+        text = "After each step every expert moves by this share towards the mean of all."
+        parts.append(Part("How much are the experts averaged?", text, chart.to_dict()))
+    spreads = _by_layer(epochs, lambda layer: layer["spread"])
+    if spreads:
+        chart = charts.lines(spreads, "epoch", "value", "layer", x_title="epoch", y_title="distance / norm of the mean")
+        parts.append(Part("Did the experts come together?", _together(spreads), chart.to_dict()))
+    loads = [
+        {"epoch": entry["epoch"], "layer": name, "expert": str(expert), "share": share}
+        for entry in epochs
+        for name, layer in entry["layers"].items()
+        for expert, share in enumerate(layer.get("load", []))
+    ]
+    if loads:
+        chart = charts.lines(
+            loads, "epoch", "share", "expert", x_title="epoch", y_title="share of the choices", percent=True
+        )
+        names = list(dict.fromkeys(row["layer"] for row in loads))
+        title = "Is every expert used in training?"
+        parts.append(Part(title, "", charts.chosen(chart, "layer", "layer", names).to_dict()))
+    dropped = _by_layer(epochs, lambda layer: layer.get("dropped"))
+    if any(row["value"] for row in dropped):
+        chart = charts.lines(
+            dropped, "epoch", "value", "layer", x_title="epoch", y_title="dropped choices", percent=True
+        )
+        parts.append(Part("How many choices found no place?", "", chart.to_dict()))
+    losses = [
+        {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
+        for entry in epochs
+        for layer, told in entry["layers"].items()
+        for name, value in told.get("losses", {}).items()
+    ]
+    if losses:
+        chart = charts.lines(
+            losses, "epoch", "value", "layer", x_title="epoch", y_title="router's loss, without weight"
+        )
+        names = list(dict.fromkeys(row["loss"] for row in losses))
+        parts.append(
+            Part("What did the routers' losses do?", "", charts.chosen(chart, "loss", "loss", names).to_dict())
+        )
+    return parts
+
+
+def _by_layer(epochs: Sequence[dict[str, Any]], value: Any) -> list[dict[str, Any]]:
+    return [
+        {"epoch": entry["epoch"], "layer": name, "value": value(layer)}
+        for entry in epochs
+        for name, layer in entry["layers"].items()
+        if value(layer) is not None
+    ]
+
+
+def _together(spreads: Sequence[dict[str, Any]]) -> str:
+    first, last = (
+        [row["value"] for row in spreads if row["epoch"] == epoch]
+        for epoch in (spreads[0]["epoch"], spreads[-1]["epoch"])
+    )
+    begin, end = (sum(values) / len(values) for values in (first, last))
+    verdict = "They came together" if end < begin / 2 else "They moved apart" if end > 1.1 * begin else "They did not"
+    return (
+        f"{verdict}: the root mean square distance of an expert from the mean of all, over that mean's norm, went from "
+        f"{begin:.3g} after the first epoch to {end:.3g} after the last, on average over the layers."
+    )
+
+
+def routing_section(seen: Observation) -> Section | None:
+    """Which images and patches go to which experts; None of a model that does not route by what it sees."""
+    if not seen.layers:
+        return None
+    section = Section("routing", "Who goes where")
+    names = [layer.name for layer in seen.layers]
+    loads = [
+        {"layer": layer.name, "expert": expert, "share": share}
+        for layer in seen.layers
+        for expert, share in enumerate(layer.load.tolist())
+    ]
+    chart = charts.bars(loads, "expert", "share", x_title="expert", y_title="share of the choices", percent=True)
+    section.parts += [
+        Part("Did any expert die?", _dead(seen.layers), charts.chosen(chart, "layer", "layer", names).to_dict()),
+        _classes_part(seen),
+        _patches_part(seen),
+        *_surest_part(seen),
+        *_entropy_part(seen.layers),
+        *_pairs_part(seen.layers),
+    ]
+    return section
+
+
+def _dead(layers: Sequence[LayerObservation]) -> str:
+    dead = []
+    for layer in layers:
+        load = layer.load * layer.experts
+        idle = [str(expert) for expert, share in enumerate(load.tolist()) if share < DEAD]
+        dead += [f"{layer.name}: {', '.join(idle)}"] if idle else []
+    dropped = sum(layer.dropped for layer in layers)
+    told = f" {dropped:,} choices found no place." if dropped else " No choice was dropped."
+    if dead:
+        return f"Chosen for less than a tenth of an even share: {'; '.join(dead)}.{told}"
+    least = min((layer.load * layer.experts).min().item() for layer in layers)
+    return f"None: the least chosen expert of all layers has {least:.0%} of an even share.{told}"
+
+
+def _classes_part(seen: Observation) -> Part:
+    present = seen.labels.unique().tolist()
+    return Part(
+        "Which expert sees which class?",
+        "Share of a class's choices that went to each expert. Sort by an expert, or find a class by its name.",
+        routes={
+            "kind": "classes",
+            "classes": [seen.classes[label] for label in present],
+            "layers": [
+                {
+                    "name": layer.name,
+                    "share": _percent(layer.share_CE(seen.labels, len(seen.classes))[present]),
+                    "even": 100 / layer.experts,
+                }
+                for layer in seen.layers
+            ],
+        },
+    )
+
+
+def _percent(share_CE: Tensor) -> list[list[int]]:
+    return (100 * share_CE).round().int().tolist()
+
+
+def _patches_part(seen: Observation) -> Part:
+    layers = [layer for layer in seen.layers if layer.grid is not None]
+    return Part(
+        "Which patches go to which expert?",
+        "Each patch has the colour and number of its first choice, the more opaque the surer the router is. A patch "
+        "without colour was dropped."
+        if layers
+        else "The rows of these layers are not patches of an image.",
+        routes={
+            "kind": "patches",
+            "images": [data_uri(pixels) for pixels in seen.shown_pixels] if layers else [],
+            "labels": [
+                f"{seen.classes[seen.labels[number]]}, predicted {seen.classes[seen.predicted[number]]}"
+                for number in seen.shown
+            ],
+            "layers": [
+                {
+                    "name": layer.name,
+                    "grid": layer.grid,
+                    "experts": layer.experts,
+                    "expert": layer.expert_SP.tolist(),
+                    "gate": (100 * layer.gate_SP).round().int().tolist(),
+                }
+                for layer in layers
+            ],
+        },
+    )
+
+
+def _surest_part(seen: Observation) -> list[Part]:
+    layers = [layer for layer in seen.layers if any(layer.surest)]
+    if not layers:
+        return []
+    kind = "images" if layers[0].by_image else "patches"
+    around = "" if layers[0].by_image else "with what is around them, "
+    return [
+        Part(
+            "What is each expert surest of?",
+            f"The {kind} with the largest gates, {around}at most one of an image.",
+            routes={
+                "kind": "surest",
+                "layers": [
+                    {
+                        "name": layer.name,
+                        "sheet": sheet([[patch.pixels for patch in patches] for patches in layer.surest]),
+                        "columns": max(map(len, layer.surest)),
+                        "told": [_told(patches, seen.classes) for patches in layer.surest],
+                    }
+                    for layer in layers
+                ],
+            },
+        )
+    ]
+
+
+def _told(patches: Sequence[Any], classes: Sequence[str]) -> str:
+    if not patches:
+        return "never chosen first"
+    of = ", ".join(dict.fromkeys(classes[patch.label] for patch in patches))
+    return f"gates {patches[-1].gate:.2f} to {patches[0].gate:.2f}; of {of}"
+
+
+def _entropy_part(layers: Sequence[LayerObservation]) -> list[Part]:
+    rows = [
+        {"entropy": (index + 0.5) / ENTROPY_BINS, "share": share, "layer": layer.name}
+        for layer in layers
+        if layer.entropy is not None
+        for index, share in enumerate((layer.entropy / layer.entropy.sum().clamp(min=1)).tolist())
+    ]
+    if not rows:
+        return []
+    chart = charts.histogram(
+        rows, "entropy", "share", "layer", x_title="entropy of the gates, of its maximum", y_title="share of the rows"
+    )
+    text = "At 0 % the router is certain of one expert, at 100 % all are alike to it."
+    return [Part("How sure are the routers?", text, chart.to_dict())]
+
+
+def _pairs_part(layers: Sequence[LayerObservation]) -> list[Part]:
+    rows, names = [], []
+    for layer, following in pairwise(layers):
+        if layer.next_EE is None:
+            continue
+        names.append(f"{layer.name} to {following.name}")
+        share_EE = layer.next_EE / layer.next_EE.sum(1, keepdim=True).clamp(min=1)
+        rows += [
+            {"pair": names[-1], "here": here, "there": there, "share": share}
+            for here, shares in enumerate(share_EE.tolist())
+            for there, share in enumerate(shares)
+        ]
+    if not rows:
+        return []
+    chart = charts.heatmap(
+        rows, "there", "here", "share",
+        x_title="expert in the next layer", y_title="expert", value_title="share of its rows",
+        highest=max(row["share"] for row in rows), percent=True,
+    )  # fmt: skip
+    text = "Of the rows of an expert, where they go in the next expert layer, by first choices."
+    return [Part("Do experts follow each other?", text, charts.chosen(chart, "pair", "layers", names).to_dict())]
+
+
+def alike_section(alike: Sequence[Likeness]) -> Section | None:
+    """How alike the experts of each layer are; None of a model without any."""
+    if not alike:
+        return None
+    rows = [
+        {"of": f"{of}, {layer.layer}", "a": a, "b": b, "cosine": cosine}
+        for of, name in (("weights", "weights_EE"), ("outputs", "outputs_EE"))
+        for layer in alike
+        for a, cosines in enumerate(getattr(layer, name).tolist())
+        for b, cosine in enumerate(cosines)
+    ]
+    chart = charts.heatmap(
+        rows, "b", "a", "cosine", x_title="expert", y_title="expert", value_title="cosine", highest=1.0
+    )
+    options = list(dict.fromkeys(row["of"] for row in rows))
+    known = {layer.layer: layer.spread for layer in alike if layer.spread is not None}
+    told = "; ".join(f"{name} {value:.3g}" for name, value in known.items())
+    text = (
+        "Cosine of two experts' weights, and of their outputs on the same rows, on average. 1 is alike, 0 has nothing "
+        f"in common. Distance of an expert from the mean, over the mean's norm: {told}."
+    )
+    return Section(
+        "alike",
+        "How alike are the experts?",
+        [Part("Do the experts differ?", text, charts.chosen(chart, "of", "of", options).to_dict())],
+    )
+
+
+def classifier_section(observations: dict[str, Observation]) -> Section:
+    """What the classifiers get right, and how sure they are; several side by side."""
+    section = Section("classifier", "The classifier")
+    table = [["", *observations]]
+    for name, (label, layout) in LABELS.items():
+        cells = [layout.format(seen.figures[name]) if name in seen.figures else "" for seen in observations.values()]
+        table += [[label, *cells]] if any(cells) else []
+    section.parts.append(Part("The figures", "As timm-moe evaluate measures them.", table=table))
+    reliable = [row for name, seen in observations.items() for row in _reliability(name, seen)]
+    sure = " ".join(_over_confident(name, seen, len(observations) > 1) for name, seen in observations.items())
+    section.parts.append(
+        Part("Is it as sure as it is right?", f"{sure} Below the dashed line it is surer than it is right.",
+             charts.reliability(reliable).to_dict())
+    )  # fmt: skip
+    confidences = [
+        row for name, seen in observations.items() for row in _confidences(name, seen, len(observations) > 1)
+    ]
+    chart = charts.histogram(
+        confidences, "confidence", "share", "images", x_title="confidence", y_title="share of the images"
+    )
+    other = any(seen.ood_confidence is not None for seen in observations.values())
+    text = "Images of other data should be to the left." if other else "--ood-data-dir adds images of other data."
+    section.parts.append(Part("How sure is it?", text, chart.to_dict()))
+    confused = [row for name, seen in observations.items() for row in _confused(name, seen)]
+    if confused:
+        head = ["class", "taken for", "images of the class", "share of them"]
+        many = len(observations) > 1
+        section.parts.append(
+            Part(
+                "Which classes are confused most?",
+                table=[["model", *head] if many else head, *(row if many else row[1:] for row in confused)],
+            )
+        )
+    return section
+
+
+def _reliability(name: str, seen: Observation) -> list[dict[str, Any]]:
+    right = (seen.predicted == seen.labels).double()
+    index = (seen.confidence * RELIABILITY_BINS).long().clamp(max=RELIABILITY_BINS - 1)
+    count = index.bincount(minlength=RELIABILITY_BINS)
+    sure = index.bincount(seen.confidence.double(), RELIABILITY_BINS)
+    good = index.bincount(right, RELIABILITY_BINS)
+    return [
+        {
+            "model": name,
+            "confidence": (sure[number] / count[number]).item(),
+            "accuracy": (good[number] / count[number]).item(),
+            "images": int(count[number]),
+        }
+        for number in count.nonzero().flatten().tolist()
+    ]
+
+
+def _over_confident(name: str, seen: Observation, named: bool) -> str:
+    accuracy = (seen.predicted == seen.labels).double().mean().item()
+    sure = seen.confidence.double().mean().item()
+    verdict = (
+        "Over-confident" if sure > accuracy + TOLERANCE else "Under-confident" if sure < accuracy - TOLERANCE
+        else "Neither over- nor under-confident"
+    )  # fmt: skip
+    return (
+        f"{f'{name}: ' if named else ''}{verdict} on average: confidence {sure:.1%}, accuracy {accuracy:.1%}, expected "
+        f"calibration error {seen.figures['ece']:.3f}."
+    )
+
+
+def _confidences(name: str, seen: Observation, named: bool) -> list[dict[str, Any]]:
+    rows = []
+    for kind, confidence in (("these images", seen.confidence), ("other data", seen.ood_confidence)):
+        if confidence is None:
+            continue
+        share = torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1) / len(confidence)
+        series = f"{name}, {kind}" if named else kind
+        rows += [
+            {"confidence": (index + 0.5) / CONFIDENCE_BINS, "share": value, "images": series}
+            for index, value in enumerate(share.tolist())
+        ]
+    return rows
+
+
+def _confused(name: str, seen: Observation) -> list[list[str]]:
+    classes = len(seen.classes)
+    wrong = seen.predicted != seen.labels
+    pair, count = (seen.labels[wrong] * classes + seen.predicted[wrong]).unique(return_counts=True)
+    total = seen.labels.bincount(minlength=classes)
+    rows = []
+    for index in count.argsort(descending=True)[:CONFUSED].tolist():
+        label, taken = divmod(int(pair[index]), classes)
+        share = count[index].item() / total[label].item()
+        rows.append([name, seen.classes[label], seen.classes[taken], str(int(total[label])), f"{share:.0%}"])
+    return rows
+
+
+def origin_of(model: nn.Module) -> str:
+    """The registered name of a model, for :func:`timm_moe.info.measure`."""
+    return get_pretrained_cfg(model).get("architecture", type(model).__name__)
