@@ -9,10 +9,21 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    args = parser().parse_args(argv)
+    args = _parse(argv)
     from timm_moe.cli import run
 
     return run(args)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; the report's output may stand at the end, apart from the checkpoints."""
+    commands = parser()
+    args, others = commands.parse_known_args(argv)
+    if args.command == "report" and len(others) == 1 and not others[0].startswith("-"):
+        args.sources, args.output_dir = [*args.sources, args.output_dir], others[0]
+    elif others:
+        commands.error(f"unrecognized arguments: {' '.join(others)}")
+    return args
 
 
 class _Version(argparse.Action):
@@ -125,9 +136,42 @@ def parser() -> argparse.ArgumentParser:
         help="folder of images of other classes, which its confidence should tell apart",
     )
     evaluate.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
+    evaluate.add_argument(
+        "--mc-dropout",
+        type=int,
+        metavar="M",
+        help="take M samples with the dropout of the experts left on, each a member of an ensemble",
+    )
     evaluate.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
     evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     evaluate.set_defaults(command="evaluate")
+
+    fewshot = commands.add_parser("fewshot", help="how few images of new classes a model's features need (pBE)")
+    fewshot.add_argument(
+        "sources",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="train.py checkpoint, safetensors file, folder or hf-hub: name; several are an ensemble",
+    )
+    fewshot.add_argument(
+        "--shots",
+        type=int,
+        nargs="+",
+        default=[1, 5, 10, 25],
+        metavar="N",
+        help="images of each class (default: 1 5 10 25)",
+    )
+    fewshot.add_argument(
+        "--draws", type=int, default=3, metavar="N", help="how often they are drawn (default: %(default)s)"
+    )
+    fewshot.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    fewshot.add_argument(
+        "--train-split", default="train", metavar="NAME", help="folder that they are drawn from (default: %(default)s)"
+    )
+    _add_data_options(fewshot, several=True)
+    fewshot.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
+    fewshot.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    fewshot.set_defaults(command="fewshot")
 
     benefits = commands.add_parser("benefits", help="the share of what experts bring that a dense student keeps (OneS)")
     for role, text in (
@@ -148,6 +192,15 @@ def parser() -> argparse.ArgumentParser:
     routes.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder for routes.png, routes.csv and routes.json")
     _add_data_options(routes)
     routes.add_argument(
+        "--segmentation",
+        metavar="MASKS",
+        help="folder of masks, named as the images in --data-dir, whose pixels are numbers of classes: the class of a "
+        "patch is that of most of its pixels",
+    )
+    routes.add_argument(
+        "--ignore-index", type=int, metavar="N", help="value of mask pixels without a class (default: 255)"
+    )
+    routes.add_argument(
         "--threshold",
         type=float,
         default=0.25,
@@ -157,6 +210,24 @@ def parser() -> argparse.ArgumentParser:
     )
     routes.add_argument("--overwrite", action="store_true", help="replace results in the folder")
     routes.set_defaults(command="routes")
+
+    report = commands.add_parser("report", help="a page to look at: routes, experts, training run, calibration")
+    report.add_argument(
+        "sources",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="train.py checkpoint, safetensors file, folder or hf-hub: name; several stand side by side",
+    )
+    report.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may stand after the options, too")
+    _add_data_options(report)
+    report.add_argument(
+        "--ood-data-dir",
+        metavar="DIR",
+        help="folder of images of other classes, which its confidence should tell apart",
+    )
+    report.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
+    report.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
+    report.set_defaults(command="report")
 
     import_vmoe = commands.add_parser("import-vmoe", help="convert an official V-MoE checkpoint (JAX) for timm")
     import_vmoe.add_argument(
@@ -169,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
-    methods = ("average", "sum", "topk", "svd")  # those of timm_moe.convert.gather
+    methods = ("average", "sum", "topk", "topk_biases", "svd", "random")  # those of timm_moe.convert.gather
     parser.add_argument("--method", choices=methods, help="how the experts become one network (default: average)")
     parser.add_argument(
         "--svd-ratio",
@@ -205,9 +276,10 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--interpolation", default="", metavar="NAME", help="of resizing, as bilinear or bicubic")
 
 
-def _add_data_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def _add_data_options(parser: argparse.ArgumentParser, required: bool = True, several: bool = False) -> None:
     """Images and how to run a checkpoint on them, named as in timm's validate.py."""
-    parser.add_argument("--data-dir", required=required, metavar="DIR", help="folder of images")
+    number = dict(nargs="+", help="folders of images") if several else dict(help="folder of images")
+    parser.add_argument("--data-dir", required=required, metavar="DIR", **number)
     parser.add_argument("--split", default="validation", metavar="NAME", help="folder in it (default: %(default)s)")
     parser.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
     parser.add_argument("-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)")

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import timm_moe
+from timm_moe.callbacks import start_averaging
 from timm_moe.layers import TopKRouter
 
 CPU = torch.device("cpu")
@@ -780,6 +781,24 @@ def test_early_ewa_averages_routed_experts_in_the_first_half(caplog):
     assert rates == [0.3, 0.3, 0.3, 0, 0, 0, 0, 0]
     assert spreads[2] < 0.5 * spreads[0]
     assert spreads[7] > spreads[2]
+
+
+@pytest.mark.parametrize("share_rate", [0.1, 0.2, 0.3, 0.4, 0.5])
+def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
+    """Table 5: in each step before the middle of the run, experts come nearer by the constant rate, then not at all."""
+    model = make_model(share_schedule="early", share_rate=share_rate, num_experts=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # only averaging moves them
+    averaging = start_averaging(model, optimizer, total_updates=10)
+    stacked = model.blocks[1].mlp.fc1.weight
+    stacked.data = torch.randn_like(stacked)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for step in range(1, 11):
+        before, mean = stacked.detach() - stacked.detach().mean(0), stacked.detach().mean(0)
+        optimizer.step()
+        rate = share_rate if step < 5 else 0
+        assert averaging.share_rate == rate
+        torch.testing.assert_close(stacked.detach(), mean + (1 - rate * 4 / 3) * before)
 
 
 def test_routed_experts_are_not_averaged_unasked(caplog):

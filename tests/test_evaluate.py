@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
+from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.mc_dropout import sampling
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")
@@ -311,3 +313,55 @@ def test_benefits_of_the_papers_table_2(capsys):
         assert f"lies between 0 and 100, got {accuracy}" in capsys.readouterr().err
     assert main(["benefits", "--student", "70", "--teacher", "72.8", "--dense", "72.8"]) == 1
     assert "its experts bring nothing" in capsys.readouterr().err
+
+
+def with_dropout(name="vit_small_moe", **options):
+    return make_model(name, 3, **{"expert_dropout": 0.5, **options})
+
+
+@pytest.mark.parametrize(("name", "first"), [("vit_small_moe", 1), ("widenet_b", 0), ("vit_tiny_ewa_moe", 1)])
+def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
+    model = with_dropout(name)
+    x = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        alone = model(x)
+        rows = []
+        handles = [
+            block.register_forward_hook(lambda _, inputs, output: rows.append(len(output))) for block in model.blocks
+        ]
+        with sampling(model, "it", 3):
+            samples = model(x).unflatten(0, (4, 3))
+        for handle in handles:
+            handle.remove()
+        assert rows == [4] * first + [12] * (4 - first)
+        assert not torch.allclose(samples[:, 0], samples[:, 1])
+        assert torch.equal(model(x), alone)
+        for layer in moe_layers(model).values():
+            for dropout in (layer.drop1, layer.drop2):
+                dropout.p = 1e-9  # as good as none: every sample is the model
+        with sampling(model, "it", 3):
+            torch.testing.assert_close(model(x).unflatten(0, (4, 3)), alone[:, None].expand(-1, 3, -1))
+
+
+def test_mc_dropout_is_evaluated_as_members(data):
+    result = evaluate([with_dropout()], image_folder(data, "val"), inference=HERE, mc_dropout=4)
+    assert result["members"] == 4
+    assert result["pairwise_kl"] > 0
+    models = [with_dropout(), with_dropout("vit_tiny_ewa_moe")]
+    both = evaluate(models, image_folder(data, "val"), inference=HERE, mc_dropout=2)
+    assert both["members"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vit_tiny_patch16_224", {}, "no experts with dropout"),
+        ("vit_small_moe", {}, "no experts with dropout: train it with --model-kwargs expert_dropout"),
+        ("vmoe_pbe_s32", dict(num_experts=4), "has members of its own"),
+    ],
+)
+def test_models_that_mc_dropout_cannot_sample_are_refused(data, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate([make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, mc_dropout=2)
+    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+        evaluate([make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, mc_dropout=1)

@@ -87,14 +87,18 @@ def test_identities(shape, ffn, seed):
     }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
-def test_hidden_units_stay_whole(shape, ffn, seed):
-    """The gathered network without biases is the sum of what each expert's strongest units compute."""
+@pytest.mark.parametrize("gather_biases", [False, True])
+def test_hidden_units_stay_whole(gather_biases, shape, ffn, seed):
+    """The gathered network is the sum of what each expert's strongest units compute, with their biases if gathered."""
     num_experts, width, hidden = shape
     torch.manual_seed(seed)
     layer = Experts(ffn(width, 2 * hidden if ffn is GluMlp else hidden), num_experts, "independent").double()
-    networks = {name: tensor * (tensor.ndim == 3) for name, tensor in layer.networks().items()}
+    networks = {
+        name: tensor * (tensor.ndim == 3 or (gather_biases and not name.startswith("fc2")))
+        for name, tensor in layer.networks().items()
+    }
     outward = networks["fc2.weight"]
     hidden = outward.shape[2]
     inward = [
@@ -111,7 +115,51 @@ def test_hidden_units_stay_whole(shape, ffn, seed):
         weights = {name: tensor[expert].clone() for name, tensor in networks.items()}
         weights["fc2.weight"][:, silent] = 0
         expected = expected + layer.to_ffn(weights)(x)
-    torch.testing.assert_close(layer.to_ffn(top_units(networks))(x), expected)
+    gathered = top_units(networks, gather_biases)
+    if not gather_biases:
+        gathered = {name: tensor * (tensor.ndim == 2) for name, tensor in gathered.items()}
+    torch.testing.assert_close(layer.to_ffn(gathered)(x), expected)
+
+
+def test_gathered_biases_are_those_of_the_kept_units(case):
+    """Each by its place in the golden file, where the networks have biases that differ."""
+    weights, averaged, gathered = stacked(case), top_units(stacked(case)), METHODS["topk_biases"](stacked(case))
+    assert not torch.equal(gathered["fc1.bias"], averaged["fc1.bias"])
+    for name in ("fc1.weight", "fc2.weight", "fc2.bias"):
+        assert torch.equal(gathered[name], averaged[name])
+    num_experts, hidden, _ = weights["fc1.weight"].shape
+    found = [
+        weights["fc1.bias"][expert, unit]
+        for row in gathered["fc1.weight"]
+        for expert in range(num_experts)
+        for unit in range(hidden)
+        if torch.equal(weights["fc1.weight"][expert, unit], row)
+    ]
+    assert torch.equal(gathered["fc1.bias"], torch.stack(found))
+
+
+def test_the_switch_baseline_keeps_everything_but_the_experts():
+    torch.manual_seed(0)
+    teacher = timm.create_model("widenet_b", **SMALL_VIT | {"embed_dim": 64})
+    for parameter in teacher.parameters():
+        torch.nn.init.normal_(parameter)
+    student = timm_moe.to_dense(teacher, "random").state_dict()
+    kept = {name: tensor for name, tensor in teacher.state_dict().items() if ".mlp." not in name}
+    assert len(kept) == len(student) - 4
+    for name, tensor in kept.items():
+        assert torch.equal(student[name], tensor)
+    drawn = {name.removeprefix("blocks.0.mlp."): tensor for name, tensor in student.items() if ".mlp." in name}
+    assert 0.018 < drawn["fc1.weight"].std() < 0.022
+    assert 0.018 < drawn["fc2.weight"].std() < 0.022
+    assert not drawn["fc1.bias"].any()
+    assert not drawn["fc2.bias"].any()
+    again = timm_moe.to_dense(teacher, "random").state_dict()
+    assert not torch.equal(again["blocks.0.mlp.fc1.weight"], student["blocks.0.mlp.fc1.weight"])
+    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").to(torch.bfloat16).networks()
+    drawn = METHODS["random"](networks)
+    assert drawn["norm.weight"].unique().tolist() == [1]
+    assert not drawn["norm.bias"].any()
+    assert {tensor.dtype for tensor in drawn.values()} == {torch.bfloat16}
 
 
 def test_equal_experts_give_their_strongest_units_many_times():
@@ -120,7 +168,7 @@ def test_equal_experts_give_their_strongest_units_many_times():
     torch.testing.assert_close(gathered, gathered[:2].repeat(4, 1))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"topk_biases"}))  # of the same shapes as topk's
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,8 +179,10 @@ def test_equal_experts_give_their_strongest_units_many_times():
 def test_every_kind_of_model_becomes_a_stock_model(method, name, images, tmp_path):
     options = dict(num_experts=2) if "ewa" not in name else {}
     model = timm.create_model(name, **options, **SMALL_VIT).eval()
+    torch.manual_seed(0)  # for random
     dense = timm_moe.to_dense(model, method).eval()
     assert type(dense).__name__ == "VisionTransformer"
+    torch.manual_seed(0)
     export = timm_moe.export_dense(model, tmp_path / "dense", method)
     loaded = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images), dense(images))
@@ -149,7 +199,7 @@ def test_a_shared_expert_is_one_of_the_experts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mean",), "method must be one of average, sum, topk, svd, got 'mean'"),
+        (("mean",), "method must be one of average, sum, topk, topk_biases, svd, random, got 'mean'"),
         (("sum", 0.5), "svd_ratio is an option of method='svd', got method='sum'"),
     ],
 )

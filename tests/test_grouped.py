@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import GluMlp, LayerScale, Mlp, RmsNorm, SwiGLU
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import timm_moe
@@ -336,6 +337,12 @@ def test_trying_a_network_out_draws_no_random_numbers():
     ffn, before = Own(), torch.get_rng_state()
     assert grouped_form(ffn, 4) is not None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_is_made_of_tensors_without_values():
+    with FakeTensorMode():
+        layer = EwaMlp(OverNorm(), 2)
+    assert not layer.is_grouped  # what cannot be compared runs expert by expert
 
 
 def test_dropout_inside_and_modes_reach_the_grouped_network():

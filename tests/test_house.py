@@ -22,6 +22,7 @@ FLOORS = (
         "checkpoints",
         "callbacks.export callbacks.formats",
         "analysis",
+        "report",
         "hub",
         "cli demo",
     ),

@@ -366,7 +366,18 @@ def test_experts_are_decayed_and_scaled_as_the_dense_network(name, layer_decay):
 
 FAMILIES = ("vit_small_ewa_moe", "vit_base_moe", "vit_xtiny", "pit_xs_32_ewa_moe", "vmoe_s32", "vimoe_s14", "widenet_b")
 OTHERS = (
-    *("vit_xtiny_ewa_moe", "vit_xtiny_moe", "pit_xs_32", "swin_tiny_patch2_window4_32", "vmoe_b16", "vimoe_s14_shared"),
+    *(
+        "vit_xtiny_ewa_moe",
+        "vit_xtiny_moe",
+        "pit_xs_32",
+        "swin_tiny_patch2_window4_32",
+        "t2t_i2_32_ewa_moe",
+        "vit_be_b32",
+        "vit_mimo_b32",
+        "vmoe_mimo_s32",
+        "vmoe_b16",
+        "vimoe_s14_shared",
+    ),
     *("swin_tiny_patch2_window4_32_ewa_moe", "vimoe_b14", "vimoe_b14_shared", "ones_b", "vmoe_pbe_s32", "vmoe_pbe_b32"),
     *("deit_tiny_patch16_224_ewa_moe", "twins_pcpvt_small_ewa_moe"),
 )

@@ -15,7 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import convert_to_moe
 from timm_moe.analysis.papers import FIGURES, PAPERS, Figure, page
-from timm_moe.info import is_named_after_stock, parameters, registered_models, training_flops, weightless_model
+from timm_moe.info import (
+    activated_parameters,
+    is_named_after_stock,
+    parameters,
+    registered_models,
+    router_parameters,
+    training_flops,
+    weightless_model,
+)
 from timm_moe_cli import main
 
 #: By formula, in the order of FIGURES.
@@ -42,6 +50,8 @@ EXPECTED = {
         *(325.3083, 845.7849, 845.7849, 323.0995, 843.5762, 843.5762, 655.8353, 2688.6481, 2688.6481),
     ],
     ("pBE", "abstract"): [2.6886],
+    # batch ensembles: 9 blocks before the members part and 3 M after it; MIMO: V-MoE's, and M - 1 patch embeddings more
+    ("pBE", "table 9"): [90.0040, 125.5046, 88.9092, 91.4491, 177.7130, 182.7927],
     # K = 2 adds a pass through an expert for 1.5 places to a token, of 2 D H multiply-adds, in each expert layer
     ("pBE", "table 11"): [
         *(22.1968, 23.8960, 28.9937, 33.6027, 72.2495, 76.0727, 87.5424, 97.6419),
@@ -97,7 +107,24 @@ def test_the_models_have_what_the_papers_print_or_the_reason_is_given(values):
         for figure, value in zip(FIGURES, values, strict=True)
         if figure.printed is not None and not figure.agrees(value) and figure.where not in ("table 11", "table 12")
     ]
-    assert differing == [("WideNet", "27"), ("ViMoE", "78.8"), ("ViMoE", "4.25"), ("ViMoE", "50"), ("pBE", "-47")]
+    assert differing == [
+        *[("WideNet", "27"), ("ViMoE", "78.8"), ("ViMoE", "4.25"), ("ViMoE", "50")],
+        *[("pBE", printed) for printed in ("94.8", "132.1", "90.2", "92.8", "180.3", "185.4", "-47")],
+    ]
+
+
+def test_the_efficient_vimoes_of_the_document_have_its_parameters():
+    text = Path(__file__).parents[1].joinpath("docs/vimoe.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:5] == "| N ="]
+    assert len(rows) == 4
+    for _, options, total, activated, macs in rows:
+        kwargs = dict(option.split("=") for option in options.strip("`").split() if "=" in option)
+        model = weightless_model("vimoe_s14_shared", **{k: int(v) if v.isdecimal() else v for k, v in kwargs.items()})
+        assert f"{parameters(model) / 1e6:.1f}" == total
+        assert f"{(activated_parameters(model) - router_parameters(model)) / 1e6:.1f}" == activated
+        label = f"vimoe_s14_shared {options.strip('`')}" if kwargs else "vimoe_s14_shared"
+        (printed,) = [f.printed for f in FIGURES if f.where == "tables 1, 6" and f.label == label]
+        assert printed == macs
 
 
 @pytest.mark.ci

@@ -135,7 +135,7 @@ def test_a_random_partition_loses_nothing(num_experts, rows):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    method=st.sampled_from(sorted(METHODS)),
+    method=st.sampled_from(sorted(METHODS.keys() - {"random"})),
     ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]),
     num_experts=st.integers(1, 5),
     width=st.integers(1, 6),
@@ -144,7 +144,7 @@ def test_a_random_partition_loses_nothing(num_experts, rows):
 )
 def test_gathering_does_not_depend_on_the_order_of_the_experts(method, ffn, num_experts, width, half, data):
     """But for the order of the hidden units, which the network's function does not depend on either."""
-    hidden = 2 * half * (num_experts if method == "topk" else 1)  # that each expert gives the same number
+    hidden = 2 * half * (num_experts if method.startswith("topk") else 1)  # that each expert gives the same number
     networks = [ffn(width, hidden).double() for _ in range(num_experts)]
     order = data.draw(st.permutations(range(num_experts)))
     x = torch.randn(3, width, dtype=torch.float64)

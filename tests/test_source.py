@@ -401,7 +401,10 @@ def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeyp
     save_checkpoint("last.pth.tar", ewa_vit)
     for arguments in (["./last.pth.tar"], ["vit"], [f"local-dir:{folder}"], ["weights.pth", *SPEC]):
         assert main(["info", *arguments]) == 0
-        assert capsys.readouterr().out == expected
+        lines = capsys.readouterr().out.splitlines()
+        norms = [line for line in lines if line.startswith("  LayerNorm divergence   norm1.weight 0, ")]
+        assert [line for line in lines if line not in norms] == expected.splitlines()
+        assert len(norms) == 1  # of a name there are no weights to compare
     timm_moe.export_dense(ewa_vit, tmp_path / "dense")
     assert main(["info", "dense"]) == 0
     assert "experts                none" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from timm.models import save_for_hf
 import timm_moe
 from timm_moe.analysis import data
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.callbacks.epoch_log import read_epochs
 from timm_moe.checkpoints.source import ModelSpec
 from timm_moe_cli import main
 
@@ -95,6 +96,17 @@ def test_trains_with_averaging_and_says_so_once(run):
     assert "EWA: averaging the 4 experts of 4 layers after every optimizer step, share rate 0.3, schedule linear" in log
     checkpoint = torch.load(folder / "output/train/a/last.pth.tar", weights_only=False)
     assert checkpoint["optimizer"]["param_groups"][0]["ewa_updates"] == 12
+
+
+def test_a_file_beside_the_summary_tells_of_the_experts_in_each_epoch(run, images):
+    """Also of a run that is resumed in the same folder."""
+    folder, log = run
+    epochs = read_epochs(folder / "output/train/a")
+    assert [entry["epoch"] for entry in epochs] == [0, 1]
+    assert epochs[0]["share_rate"] < epochs[1]["share_rate"] <= 0.3
+    assert list(epochs[0]["layers"]) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
+    assert 0 < epochs[1]["layers"]["blocks.1.mlp"]["spread"] < epochs[0]["layers"]["blocks.1.mlp"]["spread"] < 2
+    assert "is not in" not in log
 
 
 def test_the_exported_model_scores_what_training_and_validation_measured(run, images, tmp_path):
@@ -280,6 +292,9 @@ FAMILIES = {
     "vimoe_s14_shared": ["num_experts=3"],
     "widenet_b": ["official_compat=True", "routing_groups=2"],
     "vmoe_pbe_s32": ["num_experts=4"],
+    "vmoe_mimo_s32": ["num_experts=4", "batch_repetitions=2"],
+    "vit_mimo_s32": ["ensemble_size=3"],
+    "vit_be_s32": ["factor_lr=2"],
 }
 
 
@@ -287,17 +302,27 @@ def family(name, *options):
     return ["--model", name, "--img-size", 32, "--num-classes", 3, "--model-kwargs", *SIZE, *FAMILIES[name], *options]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.ci if name in ("vmoe_mimo_s32", "vit_mimo_s32", "vit_be_s32") else ())
+        for name in FAMILIES
+    ],
+)
 def test_families_train_resume_and_validate(images, tmp_path, name):
     options = [*family(name), "--model-ema", "--layer-decay", "0.9"]
     log = train(tmp_path, images, *options, "--experiment", "a", epochs=3)
-    assert "Routing in blocks." in log
+    assert ("Routing in blocks." in log) != name.startswith(("vit_mimo", "vit_be"))
     last = summary(tmp_path / "output/train/a")[-1]
     checkpoint = tmp_path / "output/train/a/last.pth.tar"
     common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
     validated = script("validate.py", tmp_path, *family(name), "--checkpoint", checkpoint, "--use-ema", *common)
     assert top1(validated) == f"{float(last['eval_top1']):.3f}"
     train(tmp_path, images, *options, "--experiment", "b", "--resume", checkpoint, epochs=4)
+    members = {"vmoe_pbe_s32": 2, "vmoe_mimo_s32": 2, "vit_mimo_s32": 3, "vit_be_s32": 2}.get(name, 1)
+    inference = data.Inference(batch_size=8, workers=1, device="cpu")
+    result = evaluate([checkpoint], data.image_folder(images, "test"), use_ema=True, inference=inference)
+    assert (result["members"], round(100 - 100 * result["error"], 3)) == (members, float(top1(validated)))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +385,7 @@ def test_evaluate_measures_what_validate_does(run, images, tmp_path):
     assert round(100 - 100 * result["error"], 3) == float(top1(log))
 
 
-@pytest.mark.parametrize("name", ["vit_xtiny", "pit_xs_32", "swin_tiny_patch2_window4_32"])
+@pytest.mark.parametrize("name", ["vit_xtiny", "pit_xs_32", "swin_tiny_patch2_window4_32", "t2t_i2_32"])
 def test_small_data_models_with_shifted_patches_and_locality_attention(images, tmp_path, name):
     size = ["embed_dim=48", "depth=3"] if name == "vit_xtiny" else []
     options = ["--num-classes", 3, "--model-kwargs", "shifted_patches=True", "locality_attention=True", *size]

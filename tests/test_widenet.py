@@ -7,14 +7,19 @@ import pickle
 import pytest
 import timm
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
+from torch import nn
 
 import timm_moe
+from timm_moe.analysis.norms import norm_divergence
 from timm_moe.layers import TopKRouter
 from timm_moe.layers.losses import balance_loss
+from timm_moe_cli import main
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2, num_classes=5)
 
@@ -293,3 +298,61 @@ def test_a_checkpoint_with_own_weights_is_refused():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         widenet(**options)
+
+
+def slow_divergence(blocks):
+    """Equation 9, term by term."""
+    width = len(blocks[0])
+    return [
+        sum(abs(own[i] - x) for j, own in enumerate(blocks) for n, other in enumerate(blocks) if n != j for x in other)
+        / (width * len(blocks) ** 2)
+        for i in range(width)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(blocks=st.integers(2, 4), width=st.integers(1, 5), groups=st.booleans(), data=st.data())
+def test_the_divergence_of_norms_is_equation_9(blocks, width, groups, data):
+    scale = st.sampled_from([-1.5, 0.0, 0.25, 1.0, 3.0])  # equal ones too
+    values = data.draw(st.lists(st.lists(scale, min_size=width, max_size=width), min_size=blocks, max_size=blocks))
+    made = [nn.ModuleDict({"norm2": nn.LayerNorm(width)}) for _ in range(blocks)]
+    for block, row in zip(made, values, strict=True):
+        block["norm2"].weight.data = torch.tensor(row)
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(*made)) if groups else nn.Sequential(*made)})
+    divergence = norm_divergence(model)
+    assert list(divergence) == ["norm2.weight", "norm2.bias"]
+    assert divergence["norm2.weight"].tolist() == pytest.approx(slow_divergence(values), abs=1e-12)
+    assert divergence["norm2.bias"].tolist() == [0] * width
+
+
+def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
+    names = ("ones_h", "vit_tiny_patch16_224")  # a ViT, which the paper compares with, has no experts at all
+    for index, made in enumerate(timm.create_model(name, **SMALL) for name in names):
+        for name, parameter in made.named_parameters():
+            if "norm" in name:
+                nn.init.normal_(parameter, std=0.1 * (index + 1))
+        save_for_hf(made, str(tmp_path / str(index)), safe_serialization=True)
+        assert main(["info", str(tmp_path / str(index))]) == 0
+        expected = norm_divergence(made)
+        blocks = [norm.weight.tolist() for name, norm in made.named_modules() if name.endswith("norm2")]
+        assert expected["norm2.weight"].tolist() == pytest.approx(slow_divergence(blocks))
+        told = ", ".join(f"{name} {value.mean():.4g}" for name, value in expected.items())
+        assert f"LayerNorm divergence   {told} (WideNet, eq. 9)\n" in capsys.readouterr().out
+    shared = timm.create_model("ones_h", shared_norm=True, **SMALL)
+    save_for_hf(shared, str(tmp_path / "shared"), safe_serialization=True)
+    assert main(["info", str(tmp_path / "shared")]) == 0
+    assert main(["info", "vit_xtiny"]) == 0  # without weights
+    assert "eq. 9" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("widenet_b", {**SMALL, "shared_norm": True}, "The blocks of this WideNet share their norm1"),
+        ("resnet18", {}, "This ResNet has no blocks with layer norms"),
+        ("vit_tiny_patch16_224", {**SMALL, "depth": 1}, "This VisionTransformer has no blocks with layer norms"),
+    ],
+)
+def test_norms_that_cannot_be_compared(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        norm_divergence(timm.create_model(name, **options))

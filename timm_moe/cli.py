@@ -4,18 +4,32 @@ import argparse
 import logging
 import os
 import sys
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 import torch
+from timm.data import ImageDataset
 from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
+from torch import nn
 
 from .analysis.benefits import moe_benefits
 from .analysis.data import Inference, class_names, image_folder, load_classifiers
+from .analysis.fewshot import Folder, fewshot
+from .analysis.fewshot import table as fewshot_table
+from .analysis.norms import norm_divergence
 from .analysis.papers import comparisons
-from .analysis.routes import check_output, collect_routes, summarize_all, write_routes
+from .analysis.routes import (
+    Routes,
+    check_output,
+    collect_patch_routes,
+    collect_routes,
+    summarize_all,
+    write_routes,
+)
 from .analysis.routes import table as routes_table
+from .analysis.segmentation import MaskedImages, pair_files, read_class_names
 from .callbacks.export import export_dense, export_moe
 from .checkpoints.source import ModelSpec, describe, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
@@ -23,7 +37,7 @@ from .checkpoints.vmoe import import_checkpoint
 from .files import check_writable, write_json
 from .hub.push import Push, client_output, folder_of, push_dense, push_folder, push_moe, refuse_options_of_files
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
-from .model_config import Preprocessing, get_pretrained_cfg
+from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,15 +175,43 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     if args.json:
         check_writable(args.json, args.overwrite)
-    images = image_folder(args.data_dir, args.split, args.class_map)
-    ood_split = args.split if args.ood_split is None else args.ood_split
-    ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
+    images, ood_images = _images(args)
     result = evaluate(
-        args.sources, images, ood_images, spec=_spec(args), use_ema=args.use_ema, inference=_inference(args)
+        args.sources,
+        images,
+        ood_images,
+        spec=_spec(args),
+        use_ema=args.use_ema,
+        inference=_inference(args),
+        mc_dropout=args.mc_dropout,
     )
     print("\n".join([*args.sources, table(result)]))
     if args.json:
-        write_json(args.json, {**_settings(args, "sources", "ood_data_dir", "ood_split"), "metrics": result})
+        settings = _settings(args, "sources", "ood_data_dir", "ood_split", "mc_dropout")
+        write_json(args.json, {**settings, "metrics": result})
+
+
+def _fewshot(args: argparse.Namespace) -> None:
+    if args.json:
+        check_writable(args.json, args.overwrite)
+    folders = [
+        Folder(folder, *(image_folder(folder, split, args.class_map) for split in (args.train_split, args.split)))
+        for folder in args.data_dir
+    ]
+    results = fewshot(
+        args.sources,
+        folders,
+        args.shots,
+        args.draws,
+        args.seed,
+        spec=_spec(args),
+        use_ema=args.use_ema,
+        inference=_inference(args),
+    )
+    print("\n".join([*args.sources, fewshot_table(results)]))
+    if args.json:
+        settings = _settings(args, "sources", "train_split", "shots", "draws", "seed")
+        write_json(args.json, {**settings, "results": [asdict(result) for result in results]})
 
 
 def _benefits(args: argparse.Namespace) -> None:
@@ -202,13 +244,62 @@ def _measured_accuracy(source: str, args: argparse.Namespace) -> float:
 
 def _routes(args: argparse.Namespace) -> None:
     check_output(args.output_dir, args.overwrite)
-    images = image_folder(args.data_dir, args.split, args.class_map)
     inference = _inference(args)
-    (model,) = load_classifiers([args.source], images, _spec(args), args.use_ema, inference)
-    all_routes = collect_routes(model, images, inference)
+    if args.segmentation is not None:
+        all_routes = _routes_of_patches(args, inference)
+    else:
+        if args.ignore_index is not None:
+            raise ValueError("--ignore-index is a label of pixels: name the folder of the masks with --segmentation.")
+        images = image_folder(args.data_dir, args.split, args.class_map)
+        (model,) = load_classifiers([args.source], images, _spec(args), args.use_ema, inference)
+        all_routes = collect_routes(model, images, inference)
     summary = summarize_all(all_routes, args.threshold)
-    write_routes(all_routes, {**_settings(args, "source", "threshold"), **summary}, args.output_dir)
+    settings = _settings(args, "source", "threshold", "segmentation", "ignore_index")
+    if args.segmentation is not None:
+        settings["split"] = None
+    write_routes(all_routes, {**settings, **summary}, args.output_dir)
     print("\n".join([args.source, routes_table(summary)]))
+
+
+def _routes_of_patches(args: argparse.Namespace, inference: Inference) -> list[Routes]:
+    split = None if args.split == "validation" else args.split  # its default
+    for option, value in (("--split", split), ("--crop-pct", args.crop_pct), ("--crop-mode", args.crop_mode)):
+        if value is not None:
+            raise ValueError(
+                f"With --segmentation whole images of --data-dir itself are taken, so {option} has no place."
+            )
+    classes = read_class_names(args.class_map) if args.class_map else None
+    pair_files(args.data_dir, args.segmentation)  # before the model is read, which may take long
+    model = load_source(args.source, _spec(args), args.use_ema).to(inference.torch_device()).eval()
+    ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
+    images = MaskedImages(args.data_dir, args.segmentation, preprocessing(model), classes, **ignore)
+    return collect_patch_routes(model, images, inference)
+
+
+def _report(args: argparse.Namespace) -> None:
+    try:
+        from .report import check_report, write_report
+    except ModuleNotFoundError as error:
+        raise ImportError(f"The report needs {error.name}: pip install 'timm_moe[report]'.") from error
+    check_report(args.output_dir, args.overwrite)
+    images, ood_images = _images(args)
+    page = write_report(
+        args.sources,
+        images,
+        args.output_dir,
+        ood_images,
+        spec=_spec(args),
+        use_ema=args.use_ema,
+        inference=_inference(args),
+    )
+    print(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
+
+
+def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None]:
+    """Those to run on, and those of other data, if any."""
+    ood_split = args.split if args.ood_split is None else args.ood_split
+    ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
+    return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
 def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -234,7 +325,7 @@ def _group(name: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> None:
-    info = _measured(args)
+    info, norms = _measured(args)
     evaluated = "exported" if info.exported is not None else "evaluation"
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
@@ -244,6 +335,7 @@ def _info(args: argparse.Namespace) -> None:
         "parameters, activated": f"{info.activated:,} per token",
         **({} if info.exported is None else {"parameters, exported": f"{info.exported:,}"}),
         f"GFLOPs, {evaluated}": f"{info.gflops:.3f} per image ({info.gflops / 2:.3f} GMACs)",
+        **({"LayerNorm divergence": f"{norms} (WideNet, eq. 9)"} if norms else {}),
     }
     print(info.name)
     for label, value in rows.items():
@@ -252,14 +344,24 @@ def _info(args: argparse.Namespace) -> None:
         print(f"  {label:<22} {text}")
 
 
-def _measured(args: argparse.Namespace) -> ModelInfo:
-    """Of a registered name, or of the model that a file or folder holds."""
+def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str]:
+    """Of a registered name, or of the model that a file or folder holds: it has weights, so its norms are told."""
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
     is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
     if is_model(args.model) or not is_path:
-        return model_info(args.model, **spec.args())
+        return model_info(args.model, **spec.args()), ""
     model = load_source(args.model, spec)
-    return measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
+    norms = _norms(model)
+    return measure(model.to("meta"), get_pretrained_cfg(model)["architecture"]), norms
+
+
+def _norms(model: nn.Module) -> str:
+    """The divergence of the blocks' norms, the mean over its elements, if they can be compared."""
+    try:
+        divergence = norm_divergence(model)
+    except ValueError:
+        return ""
+    return ", ".join(f"{name} {value.mean():.4g}" for name, value in divergence.items())
 
 
 def _experts(info: ModelInfo) -> str:
@@ -290,7 +392,9 @@ COMMANDS = {
     "list": _list,
     "info": _info,
     "evaluate": _evaluate,
+    "fewshot": _fewshot,
     "benefits": _benefits,
     "routes": _routes,
+    "report": _report,
     "import_vmoe": _import_vmoe,
 }

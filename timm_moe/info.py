@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .convert.blocks import moe_layers
 from .convert.dense import to_dense
 from .convert.find import ffn_paths
-from .layers import EwaMlp, MoeMlp
+from .layers import MoeMlp
 from .model_config import model_input_size, shown
 
 
@@ -130,7 +130,7 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         name: of it.
     """
     layers = list(moe_layers(model).values())
-    deployed_as_mean = bool(layers) and isinstance(layers[0], EwaMlp)
+    deployed_as_mean = bool(layers) and layers[0].deploys_dense
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     deployed = to_dense(model) if deployed_as_mean else model
     return ModelInfo(

@@ -182,4 +182,5 @@ def model_input_size(model: nn.Module) -> tuple[int, ...]:
     first_conv = cfg.get("first_conv")
     # shifted patches have no first convolution
     first = model.get_submodule(first_conv) if isinstance(first_conv, str) else getattr(model, "patch_embed", None)
-    return (getattr(first, "in_channels", channels), *(fixed_img_size(model) or size))
+    channels = getattr(model, "in_chans", getattr(first, "in_channels", channels))
+    return (channels, *(fixed_img_size(model) or size))

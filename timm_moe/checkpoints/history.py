@@ -12,7 +12,7 @@ from torch import nn
 
 from ..convert.blocks import moe_layers, sharing
 from ..info import parameters
-from ..layers import EwaMlp, SharedExpertMlp
+from ..layers import EwaMlp, FusedMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg
 from .source import describe, read_checkpoint
 
@@ -77,8 +77,10 @@ class Experts(_Record):
         experts: in each of them.
         shared: whether there is a shared expert beside them.
         averaged: whether they were averaged in training.
-        mean: whether in evaluation the model computes what the mean of its experts does.
+        mean: whether in evaluation the model computes what one network made of its experts does, the mean or the fused
+            one.
         parameters: of the whole model.
+        fused: whether learned weights fuse them.
     """
 
     model: str
@@ -88,6 +90,7 @@ class Experts(_Record):
     averaged: bool
     mean: bool
     parameters: int
+    fused: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> "Experts":
@@ -98,8 +101,9 @@ class Experts(_Record):
             experts=layers[0].num_experts,
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
             averaged=any(isinstance(layer, EwaMlp) or bool(sharing(layer)[0]) for layer in layers),
-            mean=all(isinstance(layer, EwaMlp) and layer.eval_mode == "average" for layer in layers),
+            mean=all(layer.deploys_dense and getattr(layer, "eval_mode", "average") == "average" for layer in layers),
             parameters=parameters(model),
+            fused=all(isinstance(layer, FusedMlp) for layer in layers),
         )
 
 

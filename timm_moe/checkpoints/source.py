@@ -318,7 +318,10 @@ def _fetch(name: str, file: str) -> Path:
 
 def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
     """A model without its weights: of what is described, and of arguments that go before it."""
-    given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
+    described = {
+        "num_classes": (blueprint.pretrained_cfg or {}).get("num_classes")
+    }  # 0 too, for which ViMoE takes 1000
+    given = {option: value for option, value in {**described, **blueprint.args, **args}.items() if value is not None}
     model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
         model._model_args = given  # type: ignore[assignment]

@@ -410,11 +410,16 @@ def _of_experts(experts: Experts, method: str | None) -> str:
     if method is None:
         return f"It has {held}."
     name = public(experts.model)
+    if experts.fused:
+        fused = "which learned weights fuse into one network (ExFusion, arXiv 2603.27965)"
+        return f"It was trained as `{name}` with {held}, {fused}; this is that network."
     return f"It was trained as `{name}` with {held}, of which one network was made (`{public(method)}`)."
 
 
 def _papers(experts: Experts, method: str | None) -> list[str]:
-    """The papers of a model's kind, of its averaging and of how it was made dense."""
+    """The papers of a model's kind, of its averaging and of how it was made dense; of fused ones the text names it."""
+    if experts.fused and not experts.averaged:
+        return _family_papers(experts.model)
     found = _family_papers(experts.model)
     averaged = ["EWA"] if experts.averaged else []
     gathered = ["OneS"] if method not in (None, "average") else []

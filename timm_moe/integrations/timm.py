@@ -3,9 +3,11 @@
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
 It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
 ``create_optimizer_v2`` tells biases and matrices by their number of dimensions, of which stacked ones have one more: it
-is told what they are. Its ``TrainingTask`` is where the loss is computed: every task adds the losses of the routers in
-it, and compares each member of an ensemble with the targets. Its ``build_model_with_cfg`` is what every entrypoint of a
-model calls: it builds the class with experts where an entrypoint of this package asks for it.
+is told what they are, and which parameters learn at a rate of their own (``model.lr_scales()``). Its ``update_summary``
+writes a line of an epoch: what the experts did in it stands in a file beside. Its ``TrainingTask``
+is where the loss is computed: every task adds the losses of the routers in it, and compares each member of an ensemble
+with the targets. Its ``build_model_with_cfg`` is what every entrypoint of a model calls: it builds the class with
+experts where an entrypoint of this package asks for it.
 """
 
 import functools
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,12 +28,12 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask, TrainingTask
-from timm.utils import adaptive_clip_grad
+from timm.utils import adaptive_clip_grad, update_summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..callbacks import averaging, router_losses
+from ..callbacks import averaging, epoch_log, router_losses
 from ..callbacks.averaging import (
     UPDATES,
     ExpertWeightAveraging,
@@ -38,12 +41,14 @@ from ..callbacks.averaging import (
     layers_of_trained_experts,
     living_layers,
 )
+from ..callbacks.lr_scales import scale_learning_rates
 from ..convert.blocks import expert_parameters, sharing, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp, WeakRegistry
 
 _logger = logging.getLogger(__name__)
 _scheduler_signature = inspect.signature(create_scheduler_v2)
 _optimizer_signature = inspect.signature(create_optimizer_v2)
+_summary_signature = inspect.signature(update_summary)
 
 #: timm's tasks with a teacher; older versions have fewer.
 _DISTILLATION_TASKS: list[Any] = [
@@ -52,12 +57,26 @@ _DISTILLATION_TASKS: list[Any] = [
     if hasattr(timm.task, name)
 ]
 _warned: WeakRegistry[Optimizer] = WeakRegistry()
+#: Those that timm made a scheduler for.
+_scheduled: WeakRegistry[Optimizer] = WeakRegistry()
 #: What takes the hooks off again, the last one first; empty where they are not installed.
 _undo: list[Callable[[], None]] = []
 
 
 @functools.wraps(create_optimizer_v2)
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
+    model = _optimizer_signature.bind(*args, **kwargs).arguments["model_or_params"]
+    optimizer = _create_optimizer_of_experts(*args, **kwargs)
+    lr_scales = getattr(unwrapped(model), "lr_scales", None) if isinstance(model, nn.Module) else None
+    if lr_scales is not None:
+        named = dict(unwrapped(model).named_parameters())
+        trained = {named[name]: scale for name, scale in lr_scales().items() if named[name].requires_grad}
+        scale_learning_rates(optimizer, trained)
+    return optimizer
+
+
+def _create_optimizer_of_experts(*args: Any, **kwargs: Any) -> Optimizer:
+    """timm's optimizer, told what the stacked parameters of experts are."""
     call = _optimizer_signature.bind(*args, **kwargs)
     model = call.arguments["model_or_params"]
     stacked = expert_parameters(model) if isinstance(model, nn.Module) else {}
@@ -90,8 +109,17 @@ def _undecayed(model: nn.Module, names: set[str]) -> Iterator[None]:
 def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
     arguments = _scheduler_signature.bind(*args, **kwargs).arguments
+    _scheduled.add(arguments["optimizer"])
     _attach_averaging(arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
+
+
+@functools.wraps(update_summary)
+def _update_summary(*args: Any, **kwargs: Any) -> None:
+    update_summary(*args, **kwargs)
+    arguments = _summary_signature.bind(*args, **kwargs).arguments
+    for optimizer in list(_scheduled)[-1:]:  # that of the run that began last
+        epoch_log.write_epoch(Path(arguments["filename"]).parent, arguments["epoch"], optimizer)
 
 
 class _RunAveraging(ExpertWeightAveraging):
@@ -387,6 +415,7 @@ _WRAPPED = (
     (create_optimizer_v2, _create_optimizer_v2),
     (create_scheduler_v2, _create_scheduler_v2),
     (adaptive_clip_grad, _adaptive_clip_grad),
+    (update_summary, _update_summary),
 )
 
 
