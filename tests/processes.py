@@ -46,8 +46,9 @@ for line in sys.stdin:
 
 
 @cache
-def _zygote(modules, autoload):
-    env = {**os.environ, "TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def _zygote(modules, autoload, settings):
+    own = {"TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **own, **dict(settings)}
     process = subprocess.Popen(
         [sys.executable, "-c", _ZYGOTE, *modules], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -56,15 +57,15 @@ def _zygote(modules, autoload):
     return process
 
 
-def _run(modules, autoload, argv, code, cwd, env, input):
+def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
     # torch hands over to the package when it is imported itself; where timm is there already, the child imports it.
-    zygote = _zygote(modules, "0" if "timm" in modules else autoload)
+    zygote = _zygote(modules, "0" if "timm" in modules else autoload, settings)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_text(input)
         flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
         streams = [(str(file), flag) for file, flag in zip(files, flags, strict=True)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TIMM_MOE_AUTOLOAD": autoload, **env}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TIMM_MOE_AUTOLOAD": autoload, **dict(settings), **env}
         request = dict(argv=argv, code=code, cwd=str(cwd or Path.cwd()), env=env, streams=streams)
         zygote.stdin.write(json.dumps(request) + "\n")
         zygote.stdin.flush()
@@ -77,9 +78,12 @@ def run_script(path, *arguments, cwd=None, autoload="1", input="", **env):
     return _run(("timm",), autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
 
 
-def run_code(code, *arguments, cwd=None, autoload="1", modules=("timm",), input="", **env):
-    """``python -c CODE ARGUMENTS``, likewise; ``modules`` are what the process has imported."""
-    return _run(modules, autoload, ["-c", *map(str, arguments)], code, cwd, env, input)
+def run_code(code, *arguments, cwd=None, autoload="1", modules=("timm",), input="", settings=(), **env):
+    """``python -c CODE ARGUMENTS``, likewise.
+
+    ``modules`` are what the process has imported, ``settings`` the pairs of its environment that they read by then.
+    """
+    return _run(modules, autoload, ["-c", *map(str, arguments)], code, cwd, env, input, settings)
 
 
 def run_ranks(function, arguments, processes):

@@ -1,0 +1,90 @@
+"""The blocks of code in the guides: read from their pages, and run section by section in a process of its own."""
+
+import multiprocessing
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: docs/generated is left out: programs write it.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: A block, with those inside it, or a heading.
+PARTS = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(.*)\n(?s:(.*?))^(?P=indent)(?P=fence) *$|^#+ (.*)$", re.MULTILINE)
+LANGUAGES = ("python", "bash", "", "markdown")
+
+#: bash tells which commands it would run, with variables, quotes and continuations resolved as it resolves them.
+TELL = r"""
+set -eu
+PATH=none  # no command is found
+PWD=.
+tell() { printf '%s\0' "$@" >&3; printf '\n' >&3; }
+command_not_found_handle() { tell "$@"; }
+.ci/run() { tell .ci/run; }
+cd() { :; }
+awk() { command -p awk "$@"; }
+"""
+
+
+@dataclass
+class Block:
+    """A block, and the page and heading it stands under; of bash, its commands."""
+
+    section: str
+    language: str
+    text: str
+    commands: list[list[str]] = field(default_factory=list)
+
+
+def blocks_of(page):
+    """The blocks of a page in their order. Of one without a language only lines count that begin with a prompt."""
+    title, blocks = "", []
+    for _, _, language, text, heading in PARTS.findall(page.read_text()):
+        title = heading or title
+        if text:
+            text = textwrap.dedent(text)
+            if language == "":
+                language, text = "bash", "\n".join(re.findall(r"^\$ (.*)", text, re.MULTILINE))
+            blocks.append(Block(f"{page.relative_to(ROOT)}: {title}", language, text))
+    tell_commands([block for block in blocks if block.language == "bash"])
+    return blocks
+
+
+def tell_commands(blocks):
+    """Of all blocks of a page together, since they share variables."""
+    script = "".join(f"{block.text}\ntell NEXT\n" for block in blocks)
+    command = ["bash", "-c", f"exec 3>&1 >/dev/null\n{TELL}{script}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    told = iter(done.stdout.splitlines())
+    for block in blocks:
+        for line in iter(lambda: next(told), "NEXT\0"):
+            words = line.split("\0")[:-1]
+            block.commands.append([word for word in words if word != "…"])  # stands for more options
+
+
+def run_section(steps):
+    """Run code in one namespace, and commands, which are lists of words, each in a process forked for it."""
+    namespace = {"__name__": "__main__"}
+    for step in steps:
+        if isinstance(step, str):
+            exec(compile(step, "<block>", "exec"), namespace)
+            continue
+        process = multiprocessing.get_context("fork").Process(target=run_command, args=(step,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{' '.join(step)} ended with {process.exitcode}")
+
+
+def run_command(words):
+    program, *sys.argv = words
+    if program == "timm-moe":
+        from timm_moe_cli import main
+
+        sys.exit(main(sys.argv))
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
