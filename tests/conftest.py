@@ -11,7 +11,15 @@ import torch
 import timm_moe  # noqa: F401  (registers the models)
 
 DATA = Path(__file__).parent / "data"
-SLOWEST = ("test_train_script", "test_hub", "test_autoload", "test_train_options", "test_transformers", "test_models")
+SLOWEST = (
+    "test_documents",
+    "test_train_script",
+    "test_hub",
+    "test_autoload",
+    "test_train_options",
+    "test_transformers",
+    "test_models",
+)
 CI_FILE = "\npytestmark = [pytest.mark.ci"
 SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
 SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]

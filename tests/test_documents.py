@@ -358,7 +358,7 @@ def hub(tmp_path_factory):
         server.tokens = {"hf_token": ("user", "write")}
         for name in ("user/my-vit", "facebook/dinov2-small"):
             files = {file.name: server.keep_blob(file.read_bytes()) for file in (home / name).iterdir()}
-            server.create(name).add_commit("main", None, "files", files)
+            server.create(name, private=name.startswith("user/")).add_commit("main", None, "files", files)
         client = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_TOKEN": "hf_token"}
         yield tuple({**client, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}.items())
 

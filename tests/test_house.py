@@ -1,7 +1,6 @@
-"""Who may import whom, who may change timm, and the examples of CONTRIBUTING.md."""
+"""Who may import whom, and who may change timm."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -127,29 +126,6 @@ def test_a_change_of_timm_is_found(code):
     assert list(changes_of_others(ast.parse(code)))
 
 
-SECTIONS = [section.partition("\n") for section in (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")]
-EXAMPLES = [
-    (title, code) for title, _, text in SECTIONS for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-]
-CHECKS = {
-    "Add a router": "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()",
-    "Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
-    "Add a way of gathering": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
-    "Add a family": "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer",
-    "Add an integration": "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2",
-}
-
-
-def test_every_example_of_contributing_is_checked():
-    assert {title for title, _ in EXAMPLES} == set(CHECKS)
-
-
-@pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
-def test_an_example_of_contributing(title, code):
-    done = run_code(code + CHECKS[title])
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_command_line_names_every_method():
     arguments = ["export", "source", "folder", "--method"]
     assert [timm_moe_cli.parser().parse_args([*arguments, name]).method for name in METHODS] == list(METHODS)
@@ -170,22 +146,3 @@ finally:
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr
-
-
-TRAINERS = re.findall(
-    r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```",
-    (ROOT / "docs/trainers.md").read_text(),
-    re.DOTALL | re.MULTILINE,
-)
-
-
-def test_the_page_of_trainers_has_a_block_for_each():
-    assert [title for title, _ in TRAINERS] == ["Hugging Face Trainer", "Lightning", "A loop of your own"]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("title", "code"), TRAINERS, ids=[title for title, _ in TRAINERS])
-def test_a_block_of_the_page_of_trainers(title, code, tmp_path):
-    done = run_code(code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "dense/model.safetensors").is_file()

@@ -2,8 +2,6 @@
 
 import copy
 import logging
-import re
-from pathlib import Path
 
 import pytest
 import timm
@@ -222,13 +220,6 @@ def test_wrapped_routers_are_refused(options):
 def test_modules_as_targets_are_refused_by_peft():
     with pytest.raises(ValueError, match=r"Stacked.* is not supported"):
         adapt(create(), target_parameters=[], target_modules=["blocks.1.mlp.fc1"])
-
-
-def test_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "peft.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(block, {})
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
