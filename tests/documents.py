@@ -46,7 +46,7 @@ def blocks_of(page):
         title = heading or title
         if text:
             text = textwrap.dedent(text)
-            if language == "":
+            if language in ("", "console"):
                 language, text = "bash", "\n".join(re.findall(r"^\$ (.*)", text, re.MULTILINE))
             blocks.append(Block(f"{page.relative_to(ROOT)}: {title}", language, text))
     tell_commands([block for block in blocks if block.language == "bash"])

