@@ -311,7 +311,7 @@ def read_options(run, script, arguments):
     return parsed.value.args[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_reads_its_options(page):
     for section, words in COMMANDS:
         if section.startswith(f"{page.relative_to(ROOT)}:"):
