@@ -102,7 +102,7 @@ def options(parser):
         rows = [row(action) for action in group._group_actions if not isinstance(action, UNTOLD)]
         if rows:
             title = f"**{group.title}**" + (f": {group.description}" if group.description else "")
-            blocks += [title, "\n".join(["| | |", "|---|---|", *rows])]
+            blocks += [title, "\n".join(["| option | meaning |", "|---|---|", *rows])]
     return "\n\n".join(blocks)
 
 
@@ -124,7 +124,11 @@ def package_page(package):
     modules = [name for name in names or submodules(folder) if is_module(folder / name)]
     own = [name for name in names if name not in (*modules, *front, "__version__")]
     elsewhere = [f"[`{name}`][timm_moe.{name}]" for name in names if name in front]
-    blocks = [f"# {package}", f"::: {package}\n    options:\n      members: false\n      show_root_heading: false"]
+    blocks = [
+        f"# {package} {{#{package}}}",
+        f"::: {package}\n    options:\n      members: false\n"
+        "      show_root_heading: false\n      show_root_toc_entry: false",
+    ]
     if elsewhere:
         blocks.append(f"Also here, and described on the page of timm_moe: {', '.join(elsewhere)}.")
     if package != "timm_moe":
