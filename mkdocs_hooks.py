@@ -32,6 +32,9 @@ PACKAGES = {
     },
 }
 
+#: Modules beside what the package itself hands out.
+MODULES = {"timm_moe": ["schedules"], "timm_moe.convert": ["gather"]}
+
 
 def on_files(files, config):
     files.remove(files.get_file_from_path("README.md"))
@@ -95,7 +98,7 @@ def sentence(text):
 
 def options(parser):
     """Usage and a table of each group of options."""
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=80)
     parser.color = False  # Python 3.14 colours the usage otherwise
     blocks = [f"```text\n{parser.format_usage()}```"]
     for group in parser._action_groups:
@@ -131,8 +134,9 @@ def package_page(package):
     ]
     if elsewhere:
         blocks.append(f"Also here, and described on the page of timm_moe: {', '.join(elsewhere)}.")
-    if package != "timm_moe":
+    if package != "timm_moe":  # whose modules are pages
         own += modules
+    own += MODULES.get(package, [])
     return "\n\n".join([*blocks, *(f"::: {package}.{name}" for name in own)])
 
 

@@ -22,6 +22,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 START = "index.html"
 #: The address under which a tag asks for something as the page opens.
 ASKED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "object": "data", "link": "href"}
+#: The addresses of the links of a page that are not folded away.
+VISIBLE = """
+const seen = link => link.checkVisibility({visibilityProperty: true, opacityProperty: true});
+return [...document.links].filter(seen).map(link => link.href);
+"""
 
 
 class Page(HTMLParser):
@@ -145,8 +150,7 @@ def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_eve
             event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
         ]
         assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == [], path
-        visible = "return [...document.links].filter(link => link.checkVisibility()).map(link => link.href)"
-        here = {unquote(urlsplit(url).path) for url in browser.execute_script(visible)}
+        here = {unquote(urlsplit(url).path) for url in browser.execute_script(VISIBLE)}
         seen[path] = {other for other in pages if str(folder / other) in here}
     assert set(pages) - within_two_clicks(seen.__getitem__) == set()
 
