@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import json
 import posixpath
 import re
 import runpy
@@ -18,20 +19,15 @@ INCLUDED = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     **{f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted(ROOT.glob("examples/*.py"))},
-}
-PAGE_OF = {path: page for page, path in INCLUDED.items()}
-#: The packages of the reference, by page.
-PACKAGES = {
-    "timm_moe": "timm_moe",
     **{
-        name: f"timm_moe.{name}"
-        for name in (
-            *("layers", "convert", "callbacks", "integrations", "models", "distributed", "checkpoints"),
-            *("analysis", "report", "hub"),
-        )
+        f"tutorials/{file.stem}.md": f"docs/tutorials/{file.name}"
+        for file in sorted(ROOT.glob("docs/tutorials/*.ipynb"))
     },
 }
-
+PAGE_OF = {path: page for page, path in INCLUDED.items()}
+INSIDE = sorted(ROOT.glob("timm_moe/*/__init__.py"))
+#: The packages of the reference, by page.
+PACKAGES = {"timm_moe": "timm_moe", **{file.parent.name: f"timm_moe.{file.parent.name}" for file in INSIDE}}
 #: Modules beside what the package itself hands out.
 MODULES = {"timm_moe": ["schedules"], "timm_moe.convert": ["gather"]}
 
@@ -63,7 +59,8 @@ def on_page_markdown(markdown, page, **_):
 
 def on_page_content(html, **_):
     """Roles of reStructuredText in docstrings, as :class:`Experts`, become links where the reference has that name."""
-    known = {name: f"{package}.{name}" for package in PACKAGES.values() for name in exports(folder_of(package))}
+    packages = reversed(PACKAGES.values())  # timm_moe itself last: what it hands out is described there
+    known = {name: f"{package}.{name}" for package in packages for name in exports(folder_of(package))}
 
     def linked(role):
         name = role[1].removeprefix("~").removesuffix("()")
@@ -75,7 +72,32 @@ def on_page_content(html, **_):
 
 def included(path):
     text = (ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".ipynb"):
+        name = posixpath.basename(path)
+        return f'{notebook(json.loads(text))}\n\nThis page is a notebook: <a href="{name}" download>{name}</a>.\n'
     return text if path.endswith(".md") else f"# {path}\n\n```python\n{text}```\n"
+
+
+def notebook(content):
+    """The cells of a notebook and what they put out, text and pictures, as Markdown."""
+    blocks = []
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            blocks.append(source)
+        elif cell["cell_type"] == "code" and source.strip():
+            blocks.append(f"~~~python\n{source}\n~~~")
+        blocks += [shown(output) for output in cell.get("outputs", [])]
+    return "\n\n".join(blocks)
+
+
+def shown(output):
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
+    lines = output.get("text") or data.get("text/plain") or [f"{output.get('ename')}: {output.get('evalue')}"]
+    colourless = re.sub(r"\x1b\[[0-9;]*m", "", "".join(lines)).rstrip("\n")
+    return f"~~~text\n{colourless}\n~~~"
 
 
 # --- the command line
@@ -113,8 +135,8 @@ def row(action):
     formatter = argparse.HelpFormatter("timm-moe")
     names = ", ".join(action.option_strings) or action.metavar
     value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
-    shown = f"{names} {value}" if action.option_strings and value else names
-    return f"| `{shown}` | {formatter._expand_help(action)} |".replace("*", r"\*")
+    call = f"{names} {value}" if action.option_strings and value else names
+    return f"| `{call}` | {formatter._expand_help(action)} |".replace("*", r"\*")
 
 
 # --- the Python interface: mkdocstrings fills in the blocks

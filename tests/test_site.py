@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_no_link_is_dead_and_no_image_is_missing(folder, pages):
     assert sorted(dead) == []
 
 
-def test_links_only_go_to_hosts_by_https(pages):
+def test_no_link_runs_a_script(pages):
     schemes = {urlsplit(address).scheme for page in pages.values() for address in page.links}
     assert schemes <= {"", "http", "https"}
 
@@ -120,6 +121,25 @@ def test_no_page_asks_another_host(folder, pages):
     for file in folder.rglob("*.css"):
         addresses = re.findall(r"url\(\s*[\"']?([^\"')]+)|@import\s*[\"']([^\"']+)", file.read_text(encoding="utf-8"))
         assert [address for pair in addresses for address in pair if re.match(r"(https?:)?//", address)] == [], file
+
+
+def test_a_notebook_becomes_a_page():
+    pytest.importorskip("mkdocs", reason='mkdocs is not installed: pip install -e ".[docs]".')
+    notebook = runpy.run_path(str(ROOT / "mkdocs_hooks.py"))["notebook"]
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": ["\x1b[31mtwo\x1b[0m\n", "three\n"]},
+        {"output_type": "display_data", "data": {"image/png": "AAAA\n", "text/plain": ["<Figure>"]}},
+        {"output_type": "execute_result", "data": {"text/plain": ["4"]}},
+        {"output_type": "error", "ename": "ValueError", "evalue": "five", "traceback": []},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# One\n", "[EWA](../ewa.md)"]},
+        {"cell_type": "code", "source": ["print()\n", "plot()"], "outputs": outputs},
+    ]
+    blocks = notebook({"cells": cells}).split("\n\n")
+    assert blocks[:2] == ["# One\n[EWA](../ewa.md)", "~~~python\nprint()\nplot()\n~~~"]
+    assert blocks[2:4] == ["~~~text\ntwo\nthree\n~~~", "![output](data:image/png;base64,AAAA)"]
+    assert blocks[4:] == ["~~~text\n4\n~~~", "~~~text\nValueError: five\n~~~"]
 
 
 @pytest.fixture(scope="module")
