@@ -84,7 +84,7 @@ class FusedMlp(MoeMlp):
         num_experts: E.
         expert_init: see :class:`Experts`. Copies that begin alike get the same gradients and stay alike, so this warns
             where they do, as a dense checkpoint's.
-        expert_dropout: see :class:`Experts`.
+        **options: see :class:`MoeMlp`.
     """
 
     deploys_dense = True

@@ -1,0 +1,183 @@
+"""The pages of the site that docs/ does not hold, and links that read well both on GitHub and in the site."""
+
+import argparse
+import ast
+import json
+import posixpath
+import re
+import runpy
+from functools import cache
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent
+#: Pages that are files elsewhere in the repository. The README is the first page, so docs/README.md gets another name.
+INCLUDED = {
+    "index.md": "README.md",
+    "pages.md": "docs/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    **{f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted(ROOT.glob("examples/*.py"))},
+    **{
+        f"tutorials/{file.stem}.md": f"docs/tutorials/{file.name}"
+        for file in sorted(ROOT.glob("docs/tutorials/*.ipynb"))
+    },
+}
+PAGE_OF = {path: page for page, path in INCLUDED.items()}
+INSIDE = sorted(ROOT.glob("timm_moe/*/__init__.py"))
+#: The packages of the reference, by page.
+PACKAGES = {"timm_moe": "timm_moe", **{file.parent.name: f"timm_moe.{file.parent.name}" for file in INSIDE}}
+#: Modules beside what the package itself hands out.
+MODULES = {"timm_moe": ["schedules"], "timm_moe.convert": ["gather"]}
+
+
+def on_files(files, config):
+    files.remove(files.get_file_from_path("README.md"))
+    pages = {page: included(path) for page, path in INCLUDED.items()}
+    pages["reference/cli.md"] = command_line(runpy.run_path(str(ROOT / "timm_moe_cli.py"))["parser"]())
+    pages |= {f"reference/{page}.md": package_page(name) for page, name in PACKAGES.items()}
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    """Links lead to where their file stands in the site; one that leaves the site stays, and --strict finds it."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(INCLUDED.get(here, f"docs/{here}"))
+
+    def rewritten(link):
+        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        if target not in PAGE_OF and not (target.startswith("docs/") and (ROOT / target).exists()):
+            return link[0]
+        there = PAGE_OF.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(there, posixpath.dirname(here))}{link[2]})"
+
+    return re.sub(r"\]\(([^)\s#:]+)((?:#[^)\s]*)?)\)", rewritten, markdown)
+
+
+def on_page_content(html, **_):
+    """Roles of reStructuredText in docstrings, as :class:`Experts`, become links where the reference has that name."""
+    packages = reversed(PACKAGES.values())  # timm_moe itself last: what it hands out is described there
+    known = {name: f"{package}.{name}" for package in packages for name in exports(folder_of(package))}
+
+    def linked(role):
+        name = role[1].removeprefix("~").removesuffix("()")
+        shown = f"<code>{name}</code>"
+        return f'<autoref optional identifier="{known.get(name, name)}">{shown}</autoref>'
+
+    return re.sub(r":(?:class|func|meth|mod|attr|data|obj):<code>([^<]*)</code>", linked, html)
+
+
+def included(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".ipynb"):
+        name = posixpath.basename(path)
+        return f'{notebook(json.loads(text))}\n\nThis page is a notebook: <a href="{name}" download>{name}</a>.\n'
+    return text if path.endswith(".md") else f"# {path}\n\n```python\n{text}```\n"
+
+
+def notebook(content):
+    """The cells of a notebook and what they put out, text and pictures, as Markdown."""
+    blocks = []
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            blocks.append(source)
+        elif cell["cell_type"] == "code" and source.strip():
+            blocks.append(f"~~~python\n{source}\n~~~")
+        blocks += [shown(output) for output in cell.get("outputs", [])]
+    return "\n\n".join(blocks)
+
+
+def shown(output):
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
+    lines = output.get("text") or data.get("text/plain") or [f"{output.get('ename')}: {output.get('evalue')}"]
+    colourless = re.sub(r"\x1b\[[0-9;]*m", "", "".join(lines)).rstrip("\n")
+    return f"~~~text\n{colourless}\n~~~"
+
+
+# --- the command line
+
+UNTOLD = (argparse._HelpAction, argparse._SubParsersAction)
+
+
+def command_line(parser):
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    about = {choice.dest: choice.help for choice in commands._choices_actions}
+    sections = [
+        f"## {name}\n\n{sentence(about[name])}\n\n{options(command)}" for name, command in commands.choices.items()
+    ]
+    return "\n\n".join(["# The command timm-moe", parser.description, options(parser), *sections])
+
+
+def sentence(text):
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def options(parser):
+    """Usage and a table of each group of options."""
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=80)
+    parser.color = False  # Python 3.14 colours the usage otherwise
+    blocks = [f"```text\n{parser.format_usage()}```"]
+    for group in parser._action_groups:
+        rows = [row(action) for action in group._group_actions if not isinstance(action, UNTOLD)]
+        if rows:
+            title = f"**{group.title}**" + (f": {group.description}" if group.description else "")
+            blocks += [title, "\n".join(["| option | meaning |", "|---|---|", *rows])]
+    return "\n\n".join(blocks)
+
+
+def row(action):
+    formatter = argparse.HelpFormatter("timm-moe")
+    names = ", ".join(action.option_strings) or action.metavar
+    value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+    call = f"{names} {value}" if action.option_strings and value else names
+    return f"| `{call}` | {formatter._expand_help(action)} |".replace("*", r"\*")
+
+
+# --- the Python interface: mkdocstrings fills in the blocks
+
+
+def package_page(package):
+    folder = folder_of(package)
+    front = exports(folder_of("timm_moe")) if package != "timm_moe" else []
+    names = exports(folder)
+    modules = [name for name in names or submodules(folder) if is_module(folder / name)]
+    own = [name for name in names if name not in (*modules, *front, "__version__")]
+    elsewhere = [f"[`{name}`][timm_moe.{name}]" for name in names if name in front]
+    blocks = [
+        f"# {package} {{#{package}}}",
+        f"::: {package}\n    options:\n      members: false\n"
+        "      show_root_heading: false\n      show_root_toc_entry: false",
+    ]
+    if elsewhere:
+        blocks.append(f"Also here, and described on the page of timm_moe: {', '.join(elsewhere)}.")
+    if package != "timm_moe":  # whose modules are pages
+        own += modules
+    own += MODULES.get(package, [])
+    return "\n\n".join([*blocks, *(f"::: {package}.{name}" for name in own)])
+
+
+def folder_of(package):
+    return ROOT.joinpath(*package.split("."))
+
+
+@cache
+def exports(folder):
+    """The names in a package's ``__all__``, in its order."""
+    for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def submodules(folder):
+    return sorted(file.stem for file in folder.glob("[!_]*.py"))
+
+
+def is_module(path):
+    return path.is_dir() or path.with_suffix(".py").is_file()
