@@ -32,10 +32,8 @@ def execute(file, folder):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}, record_timing=False
-    )
-    client.execute()  # raises where a cell fails
+    options = dict(timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True)
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(folder)}}, **options).execute()  # or raises
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return notebook, after.ru_utime - before.ru_utime
 
