@@ -1,6 +1,6 @@
 """The tutorials run from top to bottom, and what is committed of them is such a run.
 
-``python tests/test_tutorials.py [NAME ...]`` runs them and writes their outputs into the files, which is to be done after a change.
+``python tests/test_tutorials.py [NAME ...]`` runs them and writes their outputs into the files: do so after a change.
 """
 
 import base64
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ci]
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
 
-nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel")
-nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
-pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
+pytestmark = [pytest.mark.ci]
 
 TUTORIALS = sorted((Path(__file__).parents[1] / "docs/tutorials").glob("*.ipynb"))
 NAMES = ["dense_to_vmoe_and_back", "ensemble_in_one_model", "ewa_in_ten_minutes"]
@@ -52,8 +52,9 @@ def code_cells(notebook):
 
 
 def kinds(cell):
-    """What a cell shows: the streams that it writes to, and the formats of what it displays."""
-    return [sorted(output["data"]) if "data" in output else output.get("name", "error") for output in cell.outputs]
+    """What a cell shows: text, or the formats of what it displays. Another machine's libraries may warn of something."""
+    kinds = [sorted(output["data"]) if "data" in output else output.get("name", "error") for output in cell.outputs]
+    return [kind for kind in kinds if kind != "stderr"]
 
 
 def test_all_tutorials_are_here():
@@ -77,10 +78,8 @@ def test_a_tutorial_is_committed_with_its_outputs(file):
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
-    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
-    figures = [base64.b64decode(output.data["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
-    assert figures
+    assert {output.get("name", output.output_type) for output in outputs} == {"stdout", "display_data"}  # no warnings
+    figures = [base64.b64decode(output.data["image/png"]) for output in outputs if "data" in output]
     assert max(map(len, figures)) <= LARGEST_FIGURE
 
 
