@@ -52,7 +52,7 @@ def code_cells(notebook):
 
 
 def kinds(cell):
-    """What a cell shows: text, or the formats of what it displays. Another machine's libraries may warn of something."""
+    """What a cell shows: text, or the formats of what it displays. Warnings, which other versions may give, are left out."""
     kinds = [sorted(output["data"]) if "data" in output else output.get("name", "error") for output in cell.outputs]
     return [kind for kind in kinds if kind != "stderr"]
 
