@@ -52,7 +52,7 @@ def code_cells(notebook):
 
 
 def kinds(cell):
-    """What a cell shows: text, or the formats of what it displays. Warnings, which other versions may give, are left out."""
+    """What a cell shows: text, or the formats of what it displays. Warnings are left out: versions differ."""
     kinds = [sorted(output["data"]) if "data" in output else output.get("name", "error") for output in cell.outputs]
     return [kind for kind in kinds if kind != "stderr"]
 
