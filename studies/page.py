@@ -61,6 +61,7 @@ def section(study: Study, size: str, results: dict[str, Any]) -> str:
             "",
             *_sentences(study, size, figures, results),
             "",
+            *_reading(study, size),
             *_chart(study, size, results),
             *_circumstances(results),
         ]
@@ -79,6 +80,10 @@ def _circumstances(results: dict[str, Any]) -> Iterator[str]:
         yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
     broken = sum(not cost["whole"] for cost in costs)
     yield f"Of {len(costs)} trainings {broken} went on after a break."
+
+
+def _reading(study: Study, size: str) -> list[str]:
+    return [f"**Reading:** {study.readings[size]}", ""] if size in study.readings else []
 
 
 def _chart(study: Study, size: str, results: dict[str, Any]) -> list[str]:

@@ -138,6 +138,7 @@ class Study:
         sizes: by name, ``"small"`` for two cores and ``"paper"`` for a GPU.
         measure: what is measured of each arm.
         pairs: names of arms that are compared beside the comparisons with the baseline.
+        readings: what may be said of the results, by the name of the size.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Study:
     sizes: dict[str, Size]
     measure: Measure = field(default_factory=Validation)
     pairs: tuple[tuple[str, str], ...] = ()
+    readings: dict[str, str] = field(default_factory=dict)
 
 
 def slug(name: str) -> str:
