@@ -23,7 +23,7 @@ FLOORS = (
         "analysis",
         "report",
         "hub",
-        "cli demo",
+        "cli demo drawings",
     ),
 )
 OTHERS = ("timm", "torch", "sys", "transformers", "lightning")

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
 import numpy as np
 import timm
 import torch
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from timm.optim import create_optimizer_v2
@@ -23,9 +23,7 @@ from tqdm import tqdm
 
 from .callbacks.averaging import ExpertWeightAveraging
 from .callbacks.export import export_dense
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from .drawings import COLOURS, ewa
 
 BATCH_SIZE = 64
 #: Images in [-1, 1] with one channel.
@@ -198,18 +196,23 @@ def report(dense: Run, ewa: Run, exported_parameters: int) -> str:
 
 
 def plot(runs: list[Run], file: Path) -> None:
-    """Loss, accuracy and share rate over training."""
-    figure, (losses, accuracies, rates) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    for run in runs:
+    """How EWA works, then loss, accuracy and share rate over training."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    method, curves = figure.subfigures(2, 1)
+    method.suptitle("EWA: experts in training, one network after it", fontweight="bold")
+    ewa(method)
+    curves.suptitle("A small ViT on scikit-learn's digits: dense, and with EWA", fontweight="bold")
+    losses, accuracies, rates = curves.subplots(1, 3)
+    for run, colour, marker in zip(runs, COLOURS, ".x", strict=False):
+        style = dict(label=run.name, color=colour, marker=marker)
         per_epoch = np.array(run.losses).reshape(run.epochs, -1).mean(1)
-        losses.plot(range(1, run.epochs + 1), per_epoch, ".-", label=run.name)
-        accuracies.plot(range(1, run.epochs + 1), run.accuracies, ".-", label=run.name)
-    rates.plot(np.arange(1, len(runs[-1].share_rates) + 1) / runs[-1].steps_per_epoch, runs[-1].share_rates, color="C1")
-    losses.set(title="training loss (cross-entropy)", xlabel="epoch", yscale="log")
-    accuracies.set(title="test accuracy (%)", xlabel="epoch")
-    rates.set(title="share rate", xlabel="epoch")
+        losses.plot(range(1, run.epochs + 1), per_epoch, **style)
+        accuracies.plot(range(1, run.epochs + 1), run.accuracies, **style)
+    steps = np.arange(1, len(runs[-1].share_rates) + 1) / runs[-1].steps_per_epoch
+    rates.plot(steps, runs[-1].share_rates, color=COLOURS[1])
+    losses.set(title="Does the loss fall?", xlabel="epoch", ylabel="training loss (cross-entropy)", yscale="log")
+    accuracies.set(title="Is one more accurate? (a point is noise)", xlabel="epoch", ylabel="test accuracy (%)")
+    rates.set(title="How strongly are the experts averaged?", xlabel="epoch", ylabel="share rate")
     losses.legend()
     accuracies.legend()
-    figure.suptitle("A small ViT on scikit-learn's digits: dense, and with EWA")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    figure.savefig(file, dpi=110)

@@ -393,7 +393,7 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for panel, routes, share_CE in zip(panels, all_routes, heatmaps, strict=False):
         image = panel.imshow(
-            share_CE[order].numpy(), vmin=0, vmax=highest, cmap="viridis", aspect="auto", interpolation="nearest"
+            share_CE[order].numpy(), vmin=0, vmax=highest, cmap="cividis_r", aspect="auto", interpolation="nearest"
         )
         panel.set_title(routes.layer, fontsize=8)
         panel.set_xlabel("expert", fontsize=8)
@@ -416,5 +416,6 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
         aspect=length / 0.15,
     )
     bar.set_label("share of the class", fontsize=8)
+    figure.suptitle("Which expert sees which class? Darker is more.", fontsize=9, fontweight="bold")
     bar.ax.tick_params(labelsize=7)
     figure.savefig(file, format="png", dpi=130)

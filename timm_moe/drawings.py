@@ -1,0 +1,135 @@
+"""Drawings that explain a method: what happens to a token, in a training step, to a checkpoint.
+
+:func:`ewa` is the first figure of the demo. Those of the other methods stand in the documentation.
+"""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+#: Okabe and Ito's colours, told apart by the colour-blind too, one for each expert.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+GREY, INK, PAPER = "#C9CED4", "#1B1B1B", "#F1F3F5"
+#: Of a panel, in the units in which things are placed.
+WIDTH, HEIGHT = 10.0, 7.0
+
+
+class Panel:
+    """One panel of a drawing, 10 units wide and 7 high."""
+
+    def __init__(self, axes: Axes, title: str, says: str):
+        axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT), aspect="equal")
+        axes.axis("off")
+        axes.set_title(title, fontsize=11, fontweight="bold", color=INK)
+        axes.text(WIDTH / 2, 0.0, says, fontsize=8.5, ha="center", va="bottom", color=INK, linespacing=1.3)
+        self.axes = axes
+
+    def box(
+        self, x: float, y: float, text: str, colour: str = PAPER, width: float = 1.6, height: float = 0.9
+    ) -> tuple[float, float]:
+        """A rounded box around its middle, which is returned."""
+        corner = (x - width / 2 + 0.1, y - height / 2 + 0.1)
+        style = "round,pad=0.1,rounding_size=0.15"
+        self.axes.add_patch(
+            FancyBboxPatch(corner, width - 0.2, height - 0.2, boxstyle=style, facecolor=colour, edgecolor=INK)
+        )
+        self.axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=_readable_on(colour))
+        return x, y
+
+    def tokens(self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55) -> list[float]:
+        """A row of tokens around x; where each of them stands."""
+        places = [x + (index - (len(colours) - 1) / 2) * size * 1.35 for index in range(len(colours))]
+        for place, colour in zip(places, colours, strict=True):
+            corner = (place - size / 2, y - size / 2)
+            self.axes.add_patch(Rectangle(corner, size, size, facecolor=colour, edgecolor=INK, linewidth=0.8))
+        return places
+
+    def arrow(
+        self, start: tuple[float, float], end: tuple[float, float], colour: str = INK, style: str = "-", text: str = ""
+    ) -> None:
+        """From one point to another, with a word beside its middle."""
+        line = dict(arrowstyle="-|>", color=colour, linestyle=style, linewidth=1.2, shrinkA=0, shrinkB=0)
+        self.axes.annotate("", end, start, arrowprops=line)
+        middle = ((start[0] + end[0]) / 2 + 0.15, (start[1] + end[1]) / 2)
+        self.axes.text(*middle, text, fontsize=8, va="center", color=INK)
+
+    def write(self, x: float, y: float, text: str, size: float = 8.5) -> None:
+        """Text around a point."""
+        self.axes.text(x, y, text, fontsize=size, ha="center", va="center", color=INK)
+
+
+def panels(figure: Figure | SubFigure, says: Sequence[str]) -> list[Panel]:
+    """The three panels that every drawing has, side by side, each with what it says."""
+    titles = ("A token", "A training step", "A checkpoint")
+    axes = figure.subplots(1, 3)
+    return [Panel(*each) for each in zip(axes, titles, says, strict=True)]
+
+
+def experts(panel: Panel, y: float, names: Sequence[str] = ("E1", "E2", "E3", "E4")) -> list[tuple[float, float]]:
+    """A row of experts in their colours."""
+    step = WIDTH / len(names)
+    return [panel.box(step * (index + 0.5), y, name, COLOURS[index % len(COLOURS)]) for index, name in enumerate(names)]
+
+
+def dense_to_experts(panel: Panel, into: str, back: str, result: str, source: str = "dense") -> None:
+    """A dense network becomes experts, and what they become."""
+    panel.box(5, 6.4, source, width=3.2)
+    row = experts(panel, 4.2)
+    for (x, y), colour in zip(row, COLOURS, strict=True):
+        panel.arrow((5, 5.95), (x, y + 0.5), colour)
+        if back:
+            panel.arrow((x, y - 0.5), (5, 2.5), colour)
+    panel.write(1.2, 5.6, into)
+    panel.write(1.2, 2.9, back)
+    if result:
+        panel.box(5, 2.05, result, width=5.2)
+
+
+def routes(panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tuple[int, int]] = ()) -> None:
+    """Tokens in a row, each to the experts that it goes to, and out again in the same order.
+
+    Args:
+        panel: to draw on.
+        chosen: experts of each token, the first of which gives it its colour.
+        dropped: pairs of token and expert that find no place there.
+    """
+    before = panel.tokens(6.5, [GREY] * len(chosen))
+    row = experts(panel, 4.2)
+    after = panel.tokens(2.1, [COLOURS[first] for first, *_ in chosen])
+    for token, of_token in enumerate(chosen):
+        for expert in of_token:
+            x, y = row[expert]
+            if (token, expert) in dropped:
+                panel.arrow((before[token], 6.2), (x, y + 0.5), COLOURS[expert], style=":")
+                continue
+            panel.arrow((before[token], 6.2), (x, y + 0.5), COLOURS[expert])
+            panel.arrow((x, y - 0.5), (after[token], 2.4), COLOURS[expert])
+
+
+def ewa(figure: Figure | SubFigure) -> None:
+    """Experts Weights Averaging (arXiv 2308.06093, figure 1 and eq. 6)."""
+    token, step, checkpoint = panels(
+        figure,
+        (
+            "Each token goes to a random expert,\neach expert gets as many. No router.",
+            "After the optimizer's step each expert moves\na little towards the others. Their mean stays.",
+            "Dense weights are copied into every expert.\nThe mean of the trained ones is exported.",
+        ),
+    )
+    routes(token, [[expert] for expert in (0, 2, 1, 3, 2, 0, 3, 1)])
+    for (x, y), colour in zip(((2.0, 5.6), (8.2, 6.1), (2.6, 2.1), (7.4, 2.2)), COLOURS, strict=True):
+        near = (x + 0.55 * (5 - x), y + 0.55 * (4 - y))
+        step.arrow((x, y), near, colour)
+        step.axes.plot(x, y, "o", color=colour, markersize=11, alpha=0.35)
+        step.axes.plot(*near, "o", color=colour, markersize=11)
+    step.axes.plot(5, 4, "X", color=INK, markersize=10)
+    step.write(5, 3.3, "mean")
+    dense_to_experts(checkpoint, into="copy", back="mean", result="dense: stock timm")
+
+
+def _readable_on(colour: str) -> str:
+    """White on what is dark, ink on what is light."""
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else INK
