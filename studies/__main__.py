@@ -34,6 +34,11 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=HERE / "runs", metavar="DIR", help="of the runs (default: studies/runs)"
     )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="leave out runs whose figures stand in studies/results, by whichever machine",
+    )
     parser.add_argument("--report", action="store_true", help="run nothing, write the page of earlier results")
     args = parser.parse_args()
     unknown = set(args.names) - set(STUDIES)
@@ -71,6 +76,8 @@ def _run(study: Study, args: argparse.Namespace) -> list[str]:
     print(f"{study.name}: {study.question}", file=sys.stderr, flush=True)
     path = HERE / "results" / f"{study.name}-{args.size}.json"
     results.write(path, runs)
+    if args.missing:
+        runs = results.missing(path, runs)
     jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
     return work_off(runs, jobs, lambda: results.write(path, runs))
 

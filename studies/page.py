@@ -95,8 +95,7 @@ def _chart(study: Study, size: str, results: dict[str, Any]) -> list[str]:
 def _row(arm: Arm, figures: list[Figure], results: dict[str, Any], baseline: Arm) -> str:
     cells = [cell for figure in figures for cell in _cells(arm, figure, results, baseline)]
     own, base = (_cost(results, which) for which in (arm, baseline))
-    time = f"{own['seconds'] / base['seconds']:.2f}" if own and base else ""
-    memory = f"{own['peak_mib'] / base['peak_mib']:.2f}" if own and base else ""
+    time, memory = _ratio(own, base, "seconds"), _ratio(own, base, "peak_mib")
     seeds = len(figures_of(results, arm.name))
     return f"| {arm.name} | {' | '.join(cells)} | {seeds} | {arm.paper} | {time} | {memory} |"
 
@@ -125,16 +124,29 @@ def _values(results: dict[str, Any], arm: Arm, figure: Figure) -> dict[str, floa
     return {seed: figures[figure.key] for seed, figures in known.items() if figure.key in figures}
 
 
-def _cost(results: dict[str, Any], arm: Arm) -> dict[str, float] | None:
-    """Of all trainings that an arm takes: the sum of their mean times, and the most memory, of runs without a break."""
-    whole = [
-        [cost for cost in results["cost"].get(training.name, {}).values() if cost["whole"]]
-        for training in arm.trainings()
-    ]
-    if not all(whole):
-        return None
-    seconds = sum(mean(cost["seconds"] for cost in costs) for costs in whole)
-    return {"seconds": seconds, "peak_mib": max(mean(cost["peak_mib"] for cost in costs) for costs in whole)}
+def _cost(results: dict[str, Any], arm: Arm) -> dict[str, dict[str, Any]]:
+    """Of each seed, all trainings that an arm takes: the sum of their times, the most memory, and where they ran.
+
+    Left out are seeds of which a training is missing, had a break, or ran elsewhere than the others.
+    """
+    of_trainings = [results["cost"].get(training.name, {}) for training in arm.trainings()]
+    known: dict[str, dict[str, Any]] = {}
+    for seed in set.intersection(*map(set, of_trainings)):
+        costs = [of_training[seed] for of_training in of_trainings]
+        devices = {cost["versions"]["device"] for cost in costs}
+        if all(cost["whole"] for cost in costs) and len(devices) == 1:
+            known[seed] = {
+                "seconds": sum(cost["seconds"] for cost in costs),
+                "peak_mib": max(cost["peak_mib"] for cost in costs),
+                "device": devices.pop(),
+            }
+    return known
+
+
+def _ratio(own: dict[str, dict[str, Any]], base: dict[str, dict[str, Any]], key: str) -> str:
+    """Of the means over the seeds that ran on the same device."""
+    seeds = [seed for seed in own if seed in base and own[seed]["device"] == base[seed]["device"]]
+    return f"{mean(own[seed][key] for seed in seeds) / mean(base[seed][key] for seed in seeds):.2f}" if seeds else ""
 
 
 def _sentences(study: Study, size: str, figures: list[Figure], results: dict[str, Any]) -> Iterator[str]:
@@ -148,6 +160,8 @@ def _sentences(study: Study, size: str, figures: list[Figure], results: dict[str
         known = {name: difference for name, difference in against.items() if difference is not None}
         yield from _verdicts(known, baseline, figure)
         for name, other in study.pairs:
+            if not {name, other} <= set(arms):  # of another size
+                continue
             difference = _difference(results, arms[name], arms[other], figure)
             if difference is not None:
                 verdict = _verdict(difference, figure)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .runs import Run
+from .study import Arm
 
 
 def write(path: Path, runs: Sequence[Run]) -> None:
@@ -19,6 +20,18 @@ def write(path: Path, runs: Sequence[Run]) -> None:
         _add(run, results, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def missing(path: Path, runs: Sequence[Run]) -> list[Run]:
+    """The runs whose figures the file lacks, and those that they need."""
+    known = json.loads(path.read_text())["arms"] if path.exists() else {}
+    lacking = [(arm, run.seed) for run in runs for arm in run.arms() if not _has(known, arm, run.seed)]
+    needed = {(training.name, seed) for arm, seed in lacking for training in arm.trainings()}
+    return [run for run in runs if (run.training.name, run.seed) in needed]
+
+
+def _has(known: dict[str, Any], arm: Arm, seed: int) -> bool:
+    return str(seed) in known.get(arm.name, {}).get("figures", {})
 
 
 def _add(run: Run, results: dict[str, Any], path: Path) -> None:

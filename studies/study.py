@@ -137,7 +137,7 @@ class Study:
         source: paper and table.
         sizes: by name, ``"small"`` for two cores and ``"paper"`` for a GPU.
         measure: what is measured of each arm.
-        pairs: names of arms that are compared beside the comparisons with the baseline.
+        pairs: names of arms that are compared beside the comparisons with the baseline, in the sizes that have both.
         readings: what may be said of the results, by the name of the size.
     """
 

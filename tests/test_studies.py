@@ -235,14 +235,39 @@ def test_the_page_says_what_the_intervals_allow():
     assert "Of 2 trainings 1 went on after a break." in section
 
 
-def test_the_cost_of_an_arm_is_that_of_all_it_takes():
+def test_the_cost_of_an_arm_is_that_of_all_it_takes_on_one_machine():
     student = Training("student", "dense", uses=(Use("of", DENSE),))
     arm = Arm("student", student, beside=(EWA,))
-    cost = {
-        name: {"0": {"seconds": seconds, "peak_mib": seconds, "whole": True}}
-        for name, seconds in (("dense", 1.0), ("ewa", 10.0), ("student", 100.0))
+
+    def cost(seconds, device="here", whole=True):
+        return {"seconds": seconds, "peak_mib": seconds, "whole": whole, "versions": {"device": device}}
+
+    costs = {
+        "dense": {"0": cost(1.0), "1": cost(2.0), "2": cost(3.0, "there"), "3": cost(4.0)},
+        "ewa": {"0": cost(10.0), "1": cost(20.0, "there"), "2": cost(30.0, "there"), "3": cost(40.0, whole=False)},
+        "student": {"0": cost(100.0), "1": cost(200.0), "2": cost(300.0, "there"), "3": cost(4.0)},
     }
-    assert page._cost({"cost": cost}, arm) == {"seconds": 111.0, "peak_mib": 100.0}
+    known = page._cost({"cost": costs}, arm)
+    assert known == {
+        "0": {"seconds": 111.0, "peak_mib": 100.0, "device": "here"},
+        "2": {"seconds": 333.0, "peak_mib": 300.0, "device": "there"},
+    }
+    base = {"0": {"seconds": 10.0, "device": "here"}, "2": {"seconds": 1.0, "device": "elsewhere"}}
+    assert page._ratio(known, base, "seconds") == "11.10"
+    assert page._ratio(known, {}, "seconds") == ""
+
+
+def test_what_another_machine_has_done_can_be_left_out(folder):
+    student = Training("student", "dense", uses=(Use("of", DENSE),))
+    study = small_study(Arm("dense", DENSE), Arm("EWA", EWA), Arm("student", student))
+    runs = make_runs(study, folder, seeds=2)
+    kept = folder / "kept.json"
+    assert results.missing(kept, runs) == runs
+    known = {"dense": "01", "EWA": "0", "student": "0"}
+    figures = {arm: {"figures": {seed: {"top1": 1.0} for seed in seeds}} for arm, seeds in known.items()}
+    kept.write_text(json.dumps({"arms": figures, "cost": {}}))
+    left = [run.name for run in results.missing(kept, runs)]
+    assert left == ["dense, seed 1", "ewa, seed 1", "student, seed 1"]  # the student begins from the dense one
 
 
 @needs_scripts
@@ -271,10 +296,11 @@ def test_a_difference_is_the_paired_interval():
 
 def test_what_a_study_states_can_be_run(folder):
     for study in STUDIES.values():
+        arms = [{arm.name for arm in size.arms} for size in study.sizes.values()]
+        assert all(any(set(pair) <= of_size for of_size in arms) for pair in study.pairs)
         for size in study.sizes.values():
             names = [arm.name for arm in size.arms]
             assert len(set(names)) == len(names)
-            assert {name for pair in study.pairs for name in pair} <= set(names)
             place = Place(Path("scripts"), folder, dict.fromkeys(size.images, images.Part(2, "")))
             for training in size.trainings():
                 run = Run(study, size, training, 0, place)

@@ -198,7 +198,7 @@ def report(dense: Run, ewa: Run, exported_parameters: int) -> str:
 def plot(runs: list[Run], file: Path) -> None:
     """How EWA works, then loss, accuracy and share rate over training."""
     figure = Figure(figsize=(13, 8), layout="constrained")
-    method, curves = figure.subfigures(2, 1)
+    (method,), (curves,) = figure.subfigures(2, 1, squeeze=False)
     method.suptitle("EWA: experts in training, one network after it", fontweight="bold")
     ewa(method)
     curves.suptitle("A small ViT on scikit-learn's digits: dense, and with EWA", fontweight="bold")
