@@ -152,7 +152,7 @@ loss = model(torch.randn(1, 3, 32, 32)).sum()
 import json
 folder = Path("output/train/my-run")
 folder.mkdir(parents=True)
-epochs = [{"epoch": 0, "layers": {"blocks.1.mlp": {"spread": 0.5}}}]
+epochs = [{"epoch": 0, "share_rate": None, "layers": {"blocks.1.mlp": {"spread": 0.5}}}]
 (folder / "experts.json").write_text(json.dumps({"epochs": epochs}))
 """.replace("import json", "import json; from pathlib import Path"),
     "README.md: Publish": "import timm_moe; timm_moe.export_dense('output/train/…/last.pth.tar', 'my-vit')",

@@ -1,5 +1,6 @@
 """The report: what it says against what is so, and the page in a real browser."""
 
+import copy
 import json
 import shutil
 import sys
@@ -18,6 +19,8 @@ from timm_moe.analysis.data import Inference, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.routes import collect_routes
 from timm_moe.callbacks.epoch_log import FILE, spread
+from timm_moe.checkpoints.history import History
+from timm_moe.info import measure
 from timm_moe.report import write_report
 from timm_moe.report.alike import likeness
 from timm_moe.report.observe import SHOWN, SUREST, LayerObservation, Observation, Patch, observe
@@ -25,6 +28,7 @@ from timm_moe.report.page import page
 from timm_moe.report.sections import (
     alike_section,
     classifier_section,
+    model_section,
     routing_section,
     run_section,
 )
@@ -234,6 +238,30 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
         run_section(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "drawn", "holding"),
+    [
+        ("twins_svt_small_ewa_moe", {}, 18, 9),
+        ("cait_xxs24_224_ewa_moe", {}, 26, 13),
+        ("tnt_s_patch16_224_ewa_moe", {}, 24, 12),
+        ("pit_xs_32_ewa_moe", {}, None, None),
+        ("widenet_b", dict(depth=3), 3, 3),
+        ("vit_tiny_ewa_moe", dict(depth=4), 4, 2),
+    ],
+)
+def test_every_network_is_drawn_once(name, kwargs, drawn, holding):
+    with torch.device("meta"):
+        model = timm.create_model(name, **kwargs)
+    info = measure(copy.deepcopy(model), name)
+    part = model_section(model, info, History()).parts[0]
+    blocks = part.routes["blocks"]
+    assert len({block["name"] for block in blocks}) == len(blocks) == info.blocks == (drawn or info.blocks)
+    with_experts = sum(block["experts"] > 0 for block in blocks)
+    assert with_experts == (holding or len(info.moe_layers))
+    assert part.text.startswith(f"{with_experts} of {len(blocks)} feed-forward networks hold")
+    assert ("one layer" in part.text) == (name == "widenet_b")
+
+
 @pytest.mark.ci
 def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
     classes = [f"class number {number}" for number in range(1000)]
@@ -335,6 +363,15 @@ def opened(browser, report, width=1200):
     return lambda selector: browser.find_elements("css selector", selector)
 
 
+#: What sticks out of its part of the page, where it is cut off, unless it can be scrolled to.
+CUT_OFF = """
+const scrolls = (one) => one.closest(".scroll, svg");
+return [...document.querySelectorAll(".part")].flatMap((part) => [...part.querySelectorAll("*")]
+  .filter((one) => !scrolls(one) && one.getBoundingClientRect().right > part.getBoundingClientRect().right + 1)
+  .map((one) => one.outerHTML.slice(0, 80)));
+"""
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("width", [1200, 390])
 def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, width):
@@ -351,6 +388,7 @@ def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, wid
     assert len(find(".chart svg")) == len(find(".chart")) > 5
     assert all(chart.size["width"] > 200 for chart in find(".chart svg"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(CUT_OFF) == []
     links = [link.get_attribute("href").partition("#")[2] for link in find("nav a")]
     assert all(find(f"[id='{link}']") for link in links)
 

@@ -33,7 +33,7 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     if not layers:
         return
     try:
-        earlier = [entry for entry in read_epochs(folder) if entry["epoch"] < epoch]
+        earlier = [entry for entry in _earlier(folder) if entry["epoch"] < epoch]
         write_json(folder / FILE, {"epochs": [*earlier, _entry(epoch, optimizer, layers)]})
     except (OSError, ValueError) as error:
         _logger.warning("What the experts did in epoch %s is not in %s: %s", epoch, folder / FILE, error)
@@ -55,9 +55,22 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         epochs = json.loads(file.read_text())["epochs"]
+        for entry in epochs:
+            entry["share_rate"], dict(entry["layers"])
         return sorted(epochs, key=lambda entry: int(entry["epoch"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: it is not the list of epochs that training writes.") from error
+
+
+def _earlier(folder: Path) -> list[dict[str, Any]]:
+    """The epochs of the file; one that is damaged is put aside, so that later epochs are written."""
+    try:
+        return read_epochs(folder)
+    except ValueError as error:
+        aside = folder / f"{FILE}.damaged"
+        (folder / FILE).replace(aside)
+        _logger.warning("%s It is now %s, and a new one begins.", error, aside.name)
+        return []
 
 
 def spread(layer: MoeMlp) -> float | None:

@@ -1,5 +1,6 @@
 """The charts of a report, as Vega-Lite specifications: plain data in, a chart out."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,14 @@ def lines(rows: Rows, x: str, y: str, series: str, *, x_title: str, y_title: str
     """A line for each series; values of very different sizes, all above 0, stand on a logarithmic axis."""
     values = [row[y] for row in rows]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
-    axis = alt.Axis(format="%" if percent else "~g")
+    axis = alt.Axis(format="%") if percent else alt.Axis()
+    places = sorted({row[x] for row in rows})
+    numbers = alt.Axis(format="d", values=places[:: math.ceil(len(places) / 15)])
     return (
         _chart(rows)
         .mark_line(point=True)
         .encode(
-            x=alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(tickMinStep=1)),
+            x=alt.X(f"{x}:Q", title=x_title, axis=numbers),
             y=alt.Y(f"{y}:Q", title=y_title, axis=axis, scale=alt.Scale(type="log" if logarithmic else "linear")),
             color=_colour(series),
             strokeDash=alt.StrokeDash(f"{series}:N", title=_title(series)),

@@ -97,9 +97,10 @@ function patches(place, data) {
 function surest(place, data) {
   const CELL = 48, list = element("div", { class: "surest" });
   function draw(layer) {
+    const last = Math.max(layer.told.length - 1, 1);
     list.replaceChildren(...layer.told.flatMap((told, expert) => {
       const strip = element("div", { class: "strip", role: "img", "aria-label": `expert ${expert}: ${told}` });
-      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${-CELL * expert}px; width: ${CELL * layer.columns}px; height: ${CELL}px`;
+      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${100 * expert / last}%; width: ${CELL * layer.columns}px; aspect-ratio: ${layer.columns}`;
       return [element("div", {}, element("strong", {}, `expert ${expert}`), element("br"), told), strip];
     }));
   }

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..analysis.evaluation import LABELS
 from ..callbacks.epoch_log import read_epochs
 from ..checkpoints.history import History
-from ..convert.blocks import moe_layers
+from ..convert.find import ffn_paths
 from ..info import ModelInfo
+from ..layers import MoeMlp
 from ..model_config import get_pretrained_cfg
 from . import charts
 from .alike import Likeness
@@ -66,7 +67,7 @@ class Section:
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
     """The model: its blocks, sizes and options, and where its weights came from."""
-    layers = moe_layers(model)
+    blocks = _blocks(model)
     rows = [["", ""], ["model", info.name], ["experts", _experts(info)]]
     rows += [["members", str(info.members)]] if info.members > 1 else []
     rows += [["parameters in training", f"{info.total:,}"], ["activated for a token", f"{info.activated:,}"]]
@@ -76,9 +77,7 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     options = [["option", "value"], *([name, value] for name, value in history.options.items())]
     origin = [["", ""], *([name, str(value)] for name, value in _origin(history))]
     parts = [
-        Part(
-            "Where the experts sit", _sitting(info), routes={"kind": "blocks", "blocks": _blocks(model, list(layers))}
-        ),
+        Part("Where the experts sit", _sitting(info, blocks), routes={"kind": "blocks", "blocks": blocks}),
         Part("Size and cost", table=rows),
     ]
     if len(options) > 1:
@@ -95,24 +94,30 @@ def _experts(info: ModelInfo) -> str:
     return f"{info.num_experts} in each of {len(info.moe_layers)} layers; {info.top_k} for each {unit}"
 
 
-def _sitting(info: ModelInfo) -> str:
+def _sitting(info: ModelInfo, blocks: Sequence[dict[str, Any]]) -> str:
     if not info.moe_layers:
         return "This model has no expert layers."
-    return f"{len(info.moe_layers)} of {info.blocks} feed-forward networks hold {info.num_experts} experts each."
+    holding = sum(block["experts"] > 0 for block in blocks)
+    text = f"{holding} of {len(blocks)} feed-forward networks hold {info.num_experts} experts each."
+    if len(info.moe_layers) == 1 < holding:
+        text += f" They are one layer: all {holding} blocks use the same experts."
+    return text
 
 
-def _blocks(model: nn.Module, layers: Sequence[str]) -> list[dict[str, Any]]:
-    """The blocks of a ViT, or the expert layers alone where there are no such blocks."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
-        return [{"name": name, "experts": moe_layers(model)[name].num_experts} for name in layers]
-    by_block = {int(name.split(".")[1]): name for name in layers if name.split(".")[1].isdecimal()}
+def _blocks(model: nn.Module) -> list[dict[str, Any]]:
+    """Where the feed-forward networks are, in order, and how many experts are there; 0 of a dense network.
+
+    A network that several blocks share is in each of them.
+    """
+    networks = {model.get_submodule(path) for path in ffn_paths(model)}
+    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if module in networks]
+    blocks = [name.rpartition(".")[0] or name for name, _ in places]
     return [
         {
-            "name": f"block {number}",
-            "experts": moe_layers(model)[by_block[number]].num_experts if number in by_block else 0,
+            "name": block if blocks.count(block) == 1 else name,
+            "experts": module.num_experts if isinstance(module, MoeMlp) else 0,
         }
-        for number in range(len(blocks))
+        for block, (name, module) in zip(blocks, places, strict=True)
     ]
 
 
