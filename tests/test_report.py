@@ -90,9 +90,7 @@ def test_it_sees_what_evaluate_and_routes_do(name, options, data):
     assert (seen.predicted != seen.labels).double().mean().item() == pytest.approx(expected["error"])
     for layer, routes in zip(seen.layers, collect_routes(model, images, HERE), strict=True):
         assert layer.name == routes.layer
-        assert layer.count_IE.sum() + layer.dropped == routes.count_IE.sum()
-        if not layer.dropped:
-            assert torch.equal(layer.count_IE, routes.count_IE)
+        assert torch.equal(layer.count_IE, routes.count_IE)
         assert layer.load.sum().item() == pytest.approx(1)
         assert layer.grid == (4, 4)
         assert layer.expert_SP.shape == layer.gate_SP.shape == (min(SHOWN, 20), 16)
@@ -129,6 +127,19 @@ def test_patches_experts_and_pairs_are_those_of_the_routers(data):
         assert all(patch.pixels.shape == (3, 24, 24) for patch in patches)
     entropy = torch.special.entr(gates[first.name]).sum(2).flatten() / torch.tensor(4.0).log()
     assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
+
+
+def test_a_full_expert_does_not_hide_that_the_others_are_idle(data):
+    model = make_model(top_k=1, capacity_factor=1.0, eval_capacity_factor=1.0)
+    for layer in timm_moe.moe_layers(model).values():
+        nn.init.zeros_(layer.router.weight)  # all rows choose the first expert
+    seen = observed(model, data)
+    assert seen.layers[0].load.tolist() == [1, 0, 0, 0]
+    assert seen.layers[0].dropped > 200
+    assert seen.layers[0].expert_SP.max() == 4  # of a patch that was dropped
+    told = routing_section(seen).parts[0].text
+    assert "blocks.1.mlp: 1, 2, 3" in told
+    assert "of them found no place" in told
 
 
 def test_every_member_of_an_ensemble_has_its_patches(data):
@@ -192,9 +203,15 @@ def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
 
 def test_dead_experts_are_named():
     told = routing_section(seen_as([layer_of([50, 1, 49, 0], dropped=7)])).parts[0].text
-    assert told == ("Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. 7 choices found no place.")
+    assert told == (
+        "Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. This counts 100 choices, before "
+        "capacities. 7 of them found no place and were dropped."
+    )
     told = routing_section(seen_as([layer_of([30, 20, 25, 25])])).parts[0].text
-    assert told == "None: the least chosen expert of all layers has 80% of an even share. No choice was dropped."
+    assert told == (
+        "None: the least chosen expert of all layers has 80% of an even share. This counts 100 choices. None of them "
+        "was dropped."
+    )
     assert routing_section(seen_as([])) is None
 
 

@@ -18,7 +18,7 @@ from ..analysis.evaluation import Figures, confidence, member_log_probabilities,
 from ..analysis.metrics import ensemble_log_probabilities
 from ..analysis.routes import call_names
 from ..convert.blocks import moe_layers
-from ..layers import Routing
+from ..layers import MoeMlp, Routing
 from ..model_config import preprocessing
 
 #: Images that are shown with their patches.
@@ -52,7 +52,7 @@ class LayerObservation:
         name: of the expert layer; of one that is called several times in a forward, with the number of the call.
         experts: E.
         by_image: whether all rows of an image go together.
-        count_IE: choices of each image's rows for each expert.
+        count_IE: choices of each image's rows for each expert, before capacities.
         dropped: number of choices that found no place.
         entropy: (ENTROPY_BINS,) number of rows by the entropy of their router's probabilities over its maximum; None of
             a router without them.
@@ -78,12 +78,12 @@ class LayerObservation:
 
     @property
     def load(self) -> Tensor:
-        """(E,) share of the choices that went for each expert."""
+        """(E,) share of the choices that fell on each expert."""
         count_E = self.count_IE.sum(0).double()
         return count_E / count_E.sum().clamp(min=1)
 
     def share_CE(self, labels: Tensor, classes: int) -> Tensor:
-        """Share of each class's choices that went for each expert."""
+        """Share of each class's choices that fell on each expert."""
         count_CE = torch.zeros(classes, self.experts, dtype=torch.double).index_add_(0, labels, self.count_IE.double())
         return count_CE / count_CE.sum(1, keepdim=True).clamp(min=1)
 
@@ -215,10 +215,12 @@ class _Watcher:
         self, name: str, path: str, x: Tensor, routing: Routing, pixels: Tensor, labels: Tensor, shown: Sequence[int]
     ) -> tuple[LayerObservation, Tensor]:
         layer, batch = self._layers[path], len(pixels)
-        expert_BNK = routing.experts().reshape(batch, -1, routing.place.shape[1])
-        count_BE = expert_BNK.new_zeros(batch, layer.num_experts + 1)
-        count_BE.scatter_add_(1, expert_BNK.flatten(1), torch.ones_like(expert_BNK).flatten(1))
-        first_BN = expert_BNK[..., 0]
+        kept_BNK = routing.experts().reshape(batch, -1, routing.place.shape[1])
+        dropped = int((kept_BNK == layer.num_experts).sum())
+        chosen_BNK = _choices(layer, x).reshape(kept_BNK.shape) if dropped else kept_BNK
+        count_BE = chosen_BNK.new_zeros(batch, layer.num_experts + 1)
+        count_BE.scatter_add_(1, chosen_BNK.flatten(1), torch.ones_like(chosen_BNK).flatten(1))
+        first_BN = chosen_BNK[..., 0]
         probability = layer.routed_by.probabilities(x)
         gate_BN = _gates(probability, routing).reshape(batch, -1)
         copies = len(x) // batch  # of an ensemble inside one model
@@ -226,17 +228,19 @@ class _Watcher:
         grid = _grid(self._model, x, rows, pixels.shape[2:])
         patches = slice(rows - grid[0] * grid[1], rows) if grid else slice(0)
         by_image = layer.routed_by.routing_unit == "image"
-        first_BMP = first_BN.unflatten(1, (copies, rows))[..., patches].cpu()
+        first_BMP, kept_BMP = (
+            expert_BN.unflatten(1, (copies, rows))[..., patches].cpu() for expert_BN in (first_BN, kept_BNK[..., 0])
+        )
         gate_BMP = gate_BN.unflatten(1, (copies, rows))[..., patches].float().cpu()
         observed = LayerObservation(
             name,
             layer.num_experts,
             by_image,
             count_BE[:, :-1].int().cpu(),
-            int(count_BE[:, -1].sum()),
+            dropped,
             None if probability is None else _entropies(probability),
             grid,
-            first_BMP[shown, 0],
+            kept_BMP[shown, 0],
             gate_BMP[shown, 0],
             [
                 _surest(expert, first_BMP, gate_BMP, grid, pixels, labels, by_image)
@@ -282,6 +286,12 @@ def _evenly(length: int, wanted: int) -> list[int]:
     return [(2 * index + 1) * length // (2 * number) for index in range(number)]
 
 
+def _choices(layer: MoeMlp, x: Tensor) -> Tensor:
+    """(T, K) the expert of each choice before capacities; E where a router of somebody else drops it anyhow."""
+    with layer.routed_by.dropping_nothing():
+        return layer.router.forward(x).experts()
+
+
 def _gates(probability: Tensor | None, routing: Routing) -> Tensor:
     """(T,) how likely the first choice of each row is; its weight, where the router has no probabilities."""
     if probability is not None:
@@ -300,8 +310,8 @@ def _pairs(here_BN: Tensor, there_BN: Tensor, experts: int, next_experts: int) -
     """(E, E') rows by two choices; None where the two layers have other rows."""
     if here_BN.shape != there_BN.shape:
         return None
-    kept = (here_BN < experts) & (there_BN < next_experts)
-    index = here_BN[kept] * next_experts + there_BN[kept]
+    known = (here_BN < experts) & (there_BN < next_experts)
+    index = here_BN[known] * next_experts + there_BN[known]
     return index.bincount(minlength=experts * next_experts).view(experts, next_experts).cpu()
 
 

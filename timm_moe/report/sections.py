@@ -294,19 +294,26 @@ def _dead(layers: Sequence[LayerObservation]) -> str:
         load = layer.load * layer.experts
         idle = [str(expert) for expert, share in enumerate(load.tolist()) if share < DEAD]
         dead += [f"{layer.name}: {', '.join(idle)}"] if idle else []
-    dropped = sum(layer.dropped for layer in layers)
-    told = f" {dropped:,} choices found no place." if dropped else " No choice was dropped."
+    told = f" {_dropped(layers)}"
     if dead:
         return f"Chosen for less than a tenth of an even share: {'; '.join(dead)}.{told}"
     least = min((layer.load * layer.experts).min().item() for layer in layers)
     return f"None: the least chosen expert of all layers has {least:.0%} of an even share.{told}"
 
 
+def _dropped(layers: Sequence[LayerObservation]) -> str:
+    choices = sum(int(layer.count_IE.sum()) for layer in layers)
+    dropped = sum(layer.dropped for layer in layers)
+    if not dropped:
+        return f"This counts {choices:,} choices. None of them was dropped."
+    return f"This counts {choices:,} choices, before capacities. {dropped:,} of them found no place and were dropped."
+
+
 def _classes_part(seen: Observation) -> Part:
     present = seen.labels.unique().tolist()
     return Part(
         "Which expert sees which class?",
-        "Share of a class's choices that went to each expert. Sort by an expert, or find a class by its name.",
+        "Share of a class's choices that fell on each expert, before capacities. Sort by an expert, or find a class by its name.",
         routes={
             "kind": "classes",
             "classes": [seen.classes[label] for label in present],
