@@ -62,21 +62,24 @@ def test_a_dense_run_writes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["summary.csv"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"epochs": 3}', '{"epochs": [{}]}', '{"epochs": [{"epoch": null}]}', '{"epochs": [{"epoch": 0}]}'],
+DAMAGED = (
+    *("{", "[]", '{"epochs": 3}', '{"epochs": [{}]}', '{"epochs": [{"epoch": null}]}', '{"epochs": [{"epoch": 0}]}'),
+    '{"epochs": [{"epoch": 0, "share_rate": 0.1, "layers": {"a": {}}}]}',
+    '{"epochs": [{"epoch": 0, "share_rate": 0.1, "layers": {"a": {"spread": "1"}}}]}',
 )
-def test_a_damaged_file_is_put_aside_and_ends_no_run(text, tmp_path, caplog):
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_is_told_and_ends_no_run(text, tmp_path, caplog):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ValueError, match="is damaged: it is not the list of epochs"):
         read_epochs(tmp_path)
     with caplog.at_level(logging.WARNING):
-        run("vit_tiny_ewa_moe", tmp_path, 1)
-    assert (
-        "is damaged: it is not the list of epochs that training writes. It is now experts.json.damaged" in caplog.text
-    )
+        run("vit_tiny_ewa_moe", tmp_path, 3, first=1)
+    (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "is damaged" in told.message
     assert (tmp_path / f"{FILE}.damaged").read_text() == text
-    assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [0]
+    assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [1, 2]
 
 
 def test_spread_is_the_distance_from_the_mean(ewa_vit):

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-import timm_moe
+import timm_moe.report
 from timm_moe.analysis.data import Inference, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.routes import collect_routes
@@ -245,10 +245,14 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
         for epoch in range(3)
     ]
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
-    parts = {part.title: part for part in run_section(tmp_path).parts}
-    assert "They came together" in parts["Did the experts come together?"].text
-    assert "from 0.4 after the first epoch to 0.133" in parts["Did the experts come together?"].text
-    assert parts["Does the loss still fall?"].text == "It was lowest in epoch 1 of 0 to 2."
+    parts = parts_of(tmp_path)
+    told = parts["Did the experts come together?"].text
+    assert told.startswith("They came closer to each other. Averaging was on. Their distance from their mean was 0.4 ")
+    assert "0.4 after epoch 0 and 0.133 after epoch 2, on average over the layers" in told
+    assert parts["Does the loss still fall?"].text == (
+        "The evaluation loss was lowest in epoch 1: 1.3. In the last epoch, 2, it was 1.4. "
+        "Left out: epoch 2, where it was not a finite number. The run may have diverged there."
+    )
     assert parts["How accurate was it in each epoch?"].text.startswith("Top-1 ended at 58.00 %; the best was 58.00 %")
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
@@ -277,6 +281,72 @@ def test_every_network_is_drawn_once(name, kwargs, drawn, holding):
     assert with_experts == (holding or len(info.moe_layers))
     assert part.text.startswith(f"{with_experts} of {len(blocks)} feed-forward networks hold")
     assert ("one layer" in part.text) == (name == "widenet_b")
+
+
+def parts_of(folder):
+    return {part.title: part for part in run_section(folder).parts}
+
+
+def write_epochs(folder, spreads, share_rate=0.1, first=0):
+    epochs = [
+        {"epoch": epoch, "share_rate": share_rate, "layers": {"a": {"spread": value}}}
+        for epoch, value in enumerate(spreads, first)
+    ]
+    (folder / FILE).write_text(json.dumps({"epochs": epochs}))
+
+
+@pytest.mark.parametrize(
+    ("spreads", "verdict"),
+    [
+        ([0.02, 0.02], "They were together all along."),
+        ([1.5, 0.01], "They came together."),
+        ([1.5, 1.5], "They did not: their distance hardly changed."),
+        ([1.0, 1.5], "They moved apart."),
+        ([1.0], "They are not together."),
+    ],
+)
+def test_whether_experts_are_together_is_judged_by_where_they_end(spreads, verdict, tmp_path):
+    write_epochs(tmp_path, spreads, first=3)
+    told = parts_of(tmp_path)["Did the experts come together?"].text
+    assert told.startswith(f"{verdict} Averaging was on.")
+    assert f"{spreads[0]:.3g} after epoch 3" in told
+
+
+def test_without_averaging_there_is_no_verdict(tmp_path):
+    for rate, told in ((None, "Nothing averaged the experts. "), (0.0, "experts (the share rate was 0). ")):
+        write_epochs(tmp_path, [1.5, 1.4], rate)
+        parts = parts_of(tmp_path)
+        assert "Did the experts come together?" not in parts
+        assert told in parts["How far apart are the experts in training?"].text
+
+
+def test_a_run_that_diverged_has_a_report(tmp_path):
+    (tmp_path / "summary.csv").write_text(
+        "epoch,train_loss,eval_loss,eval_top1,eval_top5\n5,2,1.5,nan,90\n6,nan,nan,nan,80\n7,nan,nan,nan,80\n9,inf,,,\n"
+    )
+    layers = [{"spread": 1.0, "losses": {"balance": 1.0}, "load": [0.5, 0.5], "dropped": 0.1}]
+    layers += [{"spread": None, "losses": {"balance": None}, "load": [0.0, None], "dropped": None}]
+    epochs = [{"epoch": epoch, "share_rate": None, "layers": {"a": layer}} for epoch, layer in enumerate(layers)]
+    (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
+    parts = parts_of(tmp_path)
+    lost = "where it was not a finite number. The run may have diverged there."
+    told = f"The evaluation loss was lowest in the last epoch, 5: 1.5. Left out: epochs 6 to 7 and 9, {lost}"
+    assert parts["Does the loss still fall?"].text == told
+    assert parts["How accurate was it in each epoch?"].text == f"Left out: epochs 5 to 7, {lost}"
+    assert parts["What did the routers' losses do?"].text == f"Left out: epoch 1, {lost}"
+    (tmp_path / "summary.csv").write_text("epoch,train_loss\n0,nan\n")
+    assert parts_of(tmp_path)["Does the loss still fall?"].chart is None
+    (tmp_path / "summary.csv").write_bytes(b"epoch\xff")
+    with pytest.raises(ValueError, match=r"summary\.csv is damaged"):
+        run_section(tmp_path)
+
+
+def test_a_damaged_run_is_told_before_the_images_are_seen(tmp_path, monkeypatch):
+    (tmp_path / FILE).write_text('{"epochs": [{"epoch": 0}]}')
+    (tmp_path / "last.pth.tar").touch()
+    monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
+    with pytest.raises(ValueError, match=f"{FILE} is damaged"):
+        write_report([tmp_path / "last.pth.tar"], None, tmp_path / "out")
 
 
 @pytest.mark.ci
@@ -402,6 +472,9 @@ def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, wid
         *("The model", "Who goes where", "How alike are the experts?"),
         *("The model", "Who goes where", "How alike are the experts?", "The classifier"),
     ]
+    labels = [label.get_attribute("textContent") for label in find(".role-axis-label text")]
+    assert labels
+    assert not any("e+" in label for label in labels)
     assert len(find(".chart svg")) == len(find(".chart")) > 5
     assert all(chart.size["width"] > 200 for chart in find(".chart svg"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width

@@ -33,10 +33,20 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     if not layers:
         return
     try:
-        earlier = [entry for entry in _earlier(folder) if entry["epoch"] < epoch]
+        earlier = [entry for entry in _epochs_so_far(folder) if entry["epoch"] < epoch]
         write_json(folder / FILE, {"epochs": [*earlier, _entry(epoch, optimizer, layers)]})
     except (OSError, ValueError) as error:
         _logger.warning("What the experts did in epoch %s is not in %s: %s", epoch, folder / FILE, error)
+
+
+def _epochs_so_far(folder: Path) -> list[dict[str, Any]]:
+    """The epochs of the file; a damaged file is moved aside."""
+    try:
+        return read_epochs(folder)
+    except ValueError as error:
+        aside = (folder / FILE).replace(folder / f"{FILE}.damaged")
+        _logger.warning("%s It is now %s, and a new file begins.", error, aside)
+        return []
 
 
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
@@ -56,21 +66,20 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
     try:
         epochs = json.loads(file.read_text())["epochs"]
         for entry in epochs:
-            entry["share_rate"], dict(entry["layers"])
-        return sorted(epochs, key=lambda entry: int(entry["epoch"]))
-    except (ValueError, KeyError, TypeError) as error:
+            _check_entry(entry)
+        return sorted(epochs, key=lambda entry: entry["epoch"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: it is not the list of epochs that training writes.") from error
 
 
-def _earlier(folder: Path) -> list[dict[str, Any]]:
-    """The epochs of the file; one that is damaged is put aside, so that later epochs are written."""
-    try:
-        return read_epochs(folder)
-    except ValueError as error:
-        aside = folder / f"{FILE}.damaged"
-        (folder / FILE).replace(aside)
-        _logger.warning("%s It is now %s, and a new one begins.", error, aside.name)
-        return []
+def _check_entry(entry: dict[str, Any]) -> None:
+    """Raise any of four errors if something is missing or of another kind."""
+    numbers = [entry["share_rate"]]
+    for layer in entry["layers"].values():
+        numbers += [layer["spread"], layer.get("dropped"), *layer.get("losses", {}).values(), *layer.get("load", [])]
+    whole = type(entry["epoch"]) is int
+    if not whole or not all(number is None or type(number) in (int, float) for number in numbers):
+        raise TypeError("what should be a number is none")
 
 
 def spread(layer: MoeMlp) -> float | None:

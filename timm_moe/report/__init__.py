@@ -67,16 +67,17 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
+    runs = [run_section(_run_folder(source)) for source in sources]  # before the long part: a file may be damaged
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = _distinct([describe_source(source) for source in sources])
     groups, observations = [], {}
-    for name, source, model in zip(names, sources, models, strict=True):
+    for name, source, run, model in zip(names, sources, runs, models, strict=True):
         _logger.info("%s: running it on %s images ...", name, f"{len(images):,}")
         observations[name] = observe(model, name, images, ood_images, inference)
         alike = likeness(model, images, inference)
         sections = [
             _model_section(source, model, use_ema),
-            run_section(_run_folder(source)),
+            run,
             routing_section(observations[name]),
             alike_section(alike),
         ]

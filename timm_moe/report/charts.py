@@ -10,16 +10,17 @@ import altair as alt
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#A6761D")
 #: Ratio of the largest to the smallest value above which an axis is logarithmic.
 WIDE = 100
+#: Steps of an axis of whole numbers.
+TICKS = 8
 Rows = Sequence[Mapping[str, Any]]
 
 
 def lines(rows: Rows, x: str, y: str, series: str, *, x_title: str, y_title: str, percent: bool = False) -> alt.Chart:
-    """A line for each series; values of very different sizes, all above 0, stand on a logarithmic axis."""
+    """A line for each series over whole numbers; values of very different sizes, all above 0, have a log axis."""
     values = [row[y] for row in rows]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
-    axis = alt.Axis(format="%") if percent else alt.Axis()
-    places = sorted({row[x] for row in rows})
-    numbers = alt.Axis(format="d", values=places[:: math.ceil(len(places) / 15)])
+    axis = alt.Axis(format="%" if percent else "~g" if logarithmic else "~f")
+    numbers = alt.Axis(format="d", values=_ticks([row[x] for row in rows]))
     return (
         _chart(rows)
         .mark_line(point=True)
@@ -130,6 +131,12 @@ def chosen(chart: Any, field: str, label: str, options: Sequence[str]) -> Any:
         return chart
     choice = alt.param(name=field, value=options[-1], bind=alt.binding_select(options=list(options), name=f"{label} "))
     return chart.add_params(choice).transform_filter(f"datum.{field} === {field}")
+
+
+def _ticks(numbers: Sequence[int]) -> list[int]:
+    """Some whole numbers from the least to the largest."""
+    low, high = min(numbers), max(numbers)
+    return list(range(low, high + 1, max(1, math.ceil((high - low) / TICKS))))
 
 
 def _chart(rows: Rows) -> alt.Chart:

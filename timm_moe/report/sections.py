@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from .observe import ENTROPY_BINS, LayerObservation, Observation
 
 #: Share of an even load below which an expert counts as dead.
 DEAD = 0.1
+#: Distance of the experts from their mean, over the size of that mean, below which they count as together.
+TOGETHER = 0.1
+#: What such a distance means.
+MEASURED = (
+    "The distance is divided by the size (the norm) of that mean: at 0 all experts are equal, and near √(E - 1), for E "
+    "experts, they have nothing in common."
+)
+#: Columns of summary.csv, and what they are called.
+LOSS_COLUMNS = {"train_loss": "training", "eval_loss": "evaluation"}
+ACCURACY_COLUMNS = {"eval_top1": "top-1", "eval_top5": "top-5"}
 #: Points by which confidence and accuracy may differ before the model is called over- or under-confident.
 TOLERANCE = 0.01
 #: Pairs of classes that are shown as confused, bins of the reliability diagram, and of confidences.
@@ -143,14 +154,11 @@ def run_section(folder: Path | None) -> Section | None:
     if not rows and not epochs:
         return None
     section = Section("run", "The training run")
-    losses = _curves(rows, {"train_loss": "training", "eval_loss": "evaluation"})
-    if losses:
-        chart = charts.lines(losses, "epoch", "value", "images", x_title="epoch", y_title="loss")
-        section.parts.append(Part("Does the loss still fall?", _trend(losses), chart.to_dict()))
-    accuracy = _curves(rows, {"eval_top1": "top-1", "eval_top5": "top-5"})
-    if accuracy:
-        chart = charts.lines(accuracy, "epoch", "value", "accuracy", x_title="epoch", y_title="accuracy (%)")
-        section.parts.append(Part("How accurate was it in each epoch?", _best(accuracy), chart.to_dict()))
+    _add_lines(section, "Does the loss still fall?", *_curves(rows, LOSS_COLUMNS, "images"), _trend, "loss")
+    _add_lines(
+        section, "How accurate was it in each epoch?", *_curves(rows, ACCURACY_COLUMNS, "accuracy"), _best,
+        "accuracy (%)",
+    )  # fmt: skip
     section.parts += _of_epochs(epochs)
     return section
 
@@ -159,88 +167,160 @@ def _summary(folder: Path) -> list[dict[str, str]]:
     file = folder / "summary.csv"
     if not file.exists():
         return []
-    with open(file, newline="") as stream:
-        rows = [row for row in csv.DictReader(stream) if row.get("epoch", "").isdecimal()]
+    try:
+        with open(file, newline="") as stream:
+            rows = [row for row in csv.DictReader(stream) if (row.get("epoch") or "").isdecimal()]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file} is damaged: it is not the table that train.py writes.") from error
     return list({row["epoch"]: row for row in rows}.values())
 
 
-def _curves(rows: Sequence[dict[str, str]], names: dict[str, str]) -> list[dict[str, Any]]:
-    points = []
-    key = {"train_loss": "images", "eval_loss": "images"}
-    for row in rows:
-        for column, series in names.items():
-            try:
-                value = float(row.get(column) or "nan")
-            except ValueError:
-                continue
-            if math.isfinite(value):
-                points.append({"epoch": int(row["epoch"]), "value": value, key.get(column, "accuracy"): series})
-    return points
+def _curves(
+    rows: Sequence[dict[str, str]], columns: dict[str, str], key: str
+) -> tuple[list[dict[str, Any]], str, list[int]]:
+    """Points of the columns that are numbers, the key of their series, and the epochs where one is not finite."""
+    points = [
+        {"epoch": int(row["epoch"]), "value": _number(row[column]), key: series}
+        for row in rows
+        for column, series in columns.items()
+        if row.get(column)
+    ]
+    known = [point for point in points if math.isfinite(point["value"])]
+    return known, key, sorted({point["epoch"] for point in points if not math.isfinite(point["value"])})
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _add_lines(
+    section: Section, title: str, points: list[dict[str, Any]], key: str, lost: Sequence[int], tell: Any, y_title: str
+) -> None:
+    """Add a chart over the epochs; where all numbers are lost, the sentence alone."""
+    text = " ".join(filter(None, [tell(points), _lost(lost)]))
+    if points:
+        chart = charts.lines(points, "epoch", "value", key, x_title="epoch", y_title=y_title)
+        section.parts.append(Part(title, text, chart.to_dict()))
+    elif lost:
+        section.parts.append(Part(title, text))
+
+
+def _lost(epochs: Sequence[int]) -> str:
+    """A sentence on the epochs that a chart leaves out."""
+    if not epochs:
+        return ""
+    return f"Left out: {_listed(epochs)}, where it was not a finite number. The run may have diverged there."
+
+
+def _listed(epochs: Sequence[int]) -> str:
+    """ "epochs 1 to 3 and 7"."""
+    spans: list[list[int]] = []
+    for epoch in epochs:
+        if spans and spans[-1][1] == epoch - 1:
+            spans[-1][1] = epoch
+        else:
+            spans.append([epoch, epoch])
+    told = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+    return f"epoch{'s' if len(epochs) > 1 else ''} " + " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
 
 
 def _trend(losses: Sequence[dict[str, Any]]) -> str:
-    own = [point["value"] for point in losses if point["images"] == "evaluation"] or [p["value"] for p in losses]
-    lowest = min(range(len(own)), key=own.__getitem__)
-    last = len(own) - 1
-    return "It was lowest in the last epoch." if lowest == last else f"It was lowest in epoch {lowest} of 0 to {last}."
+    images = "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
+    own = [point for point in losses if point["images"] == images]
+    if not own:
+        return ""
+    lowest, last = min(own, key=lambda point: point["value"]), own[-1]
+    if lowest is last:
+        return f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}."
+    return (
+        f"The {images} loss was lowest in epoch {lowest['epoch']}: {lowest['value']:.4g}. In the last epoch, "
+        f"{last['epoch']}, it was {last['value']:.4g}."
+    )
 
 
 def _best(accuracy: Sequence[dict[str, Any]]) -> str:
     own = [point for point in accuracy if point["accuracy"] == "top-1"]
+    if not own:
+        return ""
     best = max(own, key=lambda point: point["value"])
     return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
 
 
 def _of_epochs(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     """What experts.json tells."""
-    parts = []
     rates = [
         {"epoch": entry["epoch"], "rate": entry["share_rate"], "of": "share rate"}
         for entry in epochs
-        if entry["share_rate"] is not None
+        if _is_finite(entry["share_rate"])
     ]
+    parts = []
     if rates:
         chart = charts.lines(rates, "epoch", "rate", "of", x_title="epoch", y_title="share rate of the last step")
         text = "After each step every expert moves by this share towards the mean of all."
         parts.append(Part("How much are the experts averaged?", text, chart.to_dict()))
+    return [*parts, *_spread_part(epochs), *_load_part(epochs), *_dropped_part(epochs), *_router_losses_part(epochs)]
+
+
+def _spread_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     spreads = _by_layer(epochs, lambda layer: layer["spread"])
-    if spreads:
-        chart = charts.lines(spreads, "epoch", "value", "layer", x_title="epoch", y_title="distance / norm of the mean")
-        parts.append(Part("Did the experts come together?", _together(spreads), chart.to_dict()))
+    if not spreads:
+        return []
+    averaged = any(entry["share_rate"] for entry in epochs)
+    title = "Did the experts come together?" if averaged else "How far apart are the experts in training?"
+    chart = charts.lines(spreads, "epoch", "value", "layer", x_title="epoch", y_title="distance from the mean")
+    off = "" if epochs[-1]["share_rate"] is None else " (the share rate was 0)"
+    told = f"{_verdict(spreads)} Averaging was on. " if averaged else f"Nothing averaged the experts{off}. "
+    return [Part(title, f"{told}{_distances(spreads)}", chart.to_dict())]
+
+
+def _load_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     loads = [
         {"epoch": entry["epoch"], "layer": name, "expert": str(expert), "share": share}
         for entry in epochs
         for name, layer in entry["layers"].items()
         for expert, share in enumerate(layer.get("load", []))
+        if _is_finite(share)
     ]
-    if loads:
-        chart = charts.lines(
-            loads, "epoch", "share", "expert", x_title="epoch", y_title="share of the choices", percent=True
-        )
-        names = list(dict.fromkeys(row["layer"] for row in loads))
-        title = "Is every expert used in training?"
-        parts.append(Part(title, "", charts.chosen(chart, "layer", "layer", names).to_dict()))
+    if not loads:
+        return []
+    chart = charts.lines(
+        loads, "epoch", "share", "expert", x_title="epoch", y_title="share of the choices", percent=True
+    )
+    names = list(dict.fromkeys(row["layer"] for row in loads))
+    chart = charts.chosen(chart, "layer", "layer", names)
+    return [Part("Is every expert used in training?", "", chart.to_dict())]
+
+
+def _dropped_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     dropped = _by_layer(epochs, lambda layer: layer.get("dropped"))
-    if any(row["value"] for row in dropped):
-        chart = charts.lines(
-            dropped, "epoch", "value", "layer", x_title="epoch", y_title="dropped choices", percent=True
-        )
-        parts.append(Part("How many choices found no place?", "", chart.to_dict()))
+    if not any(row["value"] for row in dropped):
+        return []
+    chart = charts.lines(dropped, "epoch", "value", "layer", x_title="epoch", y_title="dropped choices", percent=True)
+    return [Part("How many choices found no place?", "", chart.to_dict())]
+
+
+def _router_losses_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     losses = [
         {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
         for entry in epochs
         for layer, told in entry["layers"].items()
         for name, value in told.get("losses", {}).items()
     ]
-    if losses:
-        chart = charts.lines(
-            losses, "epoch", "value", "layer", x_title="epoch", y_title="router's loss, without weight"
-        )
-        names = list(dict.fromkeys(row["loss"] for row in losses))
-        parts.append(
-            Part("What did the routers' losses do?", "", charts.chosen(chart, "loss", "loss", names).to_dict())
-        )
-    return parts
+    known = [row for row in losses if _is_finite(row["value"])]
+    lost = _lost(sorted({row["epoch"] for row in losses if not _is_finite(row["value"])}))
+    title = "What did the routers' losses do?"
+    if not known:
+        return [Part(title, lost)] if lost else []
+    chart = charts.lines(known, "epoch", "value", "layer", x_title="epoch", y_title="router's loss, without weight")
+    names = list(dict.fromkeys(row["loss"] for row in known))
+    return [Part(title, lost, charts.chosen(chart, "loss", "loss", names).to_dict())]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _by_layer(epochs: Sequence[dict[str, Any]], value: Any) -> list[dict[str, Any]]:
@@ -248,20 +328,33 @@ def _by_layer(epochs: Sequence[dict[str, Any]], value: Any) -> list[dict[str, An
         {"epoch": entry["epoch"], "layer": name, "value": value(layer)}
         for entry in epochs
         for name, layer in entry["layers"].items()
-        if value(layer) is not None
+        if _is_finite(value(layer))
     ]
 
 
-def _together(spreads: Sequence[dict[str, Any]]) -> str:
-    first, last = (
-        [row["value"] for row in spreads if row["epoch"] == epoch]
-        for epoch in (spreads[0]["epoch"], spreads[-1]["epoch"])
-    )
-    begin, end = (sum(values) / len(values) for values in (first, last))
-    verdict = "They came together" if end < begin / 2 else "They moved apart" if end > 1.1 * begin else "They did not"
+def _ends(spreads: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """First and last epoch, and the distance after it on average over the layers."""
+    numbers = [spreads[0]["epoch"], spreads[-1]["epoch"]]
+    return [(epoch, fmean(row["value"] for row in spreads if row["epoch"] == epoch)) for epoch in numbers]
+
+
+def _verdict(spreads: Sequence[dict[str, Any]]) -> str:
+    (first, begin), (last, end) = _ends(spreads)
+    if first == last:
+        return "They are together." if end < TOGETHER else "They are not together."
+    if end < TOGETHER:
+        return "They were together all along." if begin < TOGETHER else "They came together."
+    if end < 0.9 * begin:
+        return "They came closer to each other."
+    return "They moved apart." if end > 1.1 * begin else "They did not: their distance hardly changed."
+
+
+def _distances(spreads: Sequence[dict[str, Any]]) -> str:
+    (first, begin), (last, end) = _ends(spreads)
+    later = "" if first == last else f" and {end:.3g} after epoch {last}"
     return (
-        f"{verdict}: the root mean square distance of an expert from the mean of all, over that mean's norm, went from "
-        f"{begin:.3g} after the first epoch to {end:.3g} after the last, on average over the layers."
+        f"Their distance from their mean was {begin:.3g} after epoch {first}{later}, on average over the layers. "
+        f"{MEASURED}"
     )
 
 
@@ -313,7 +406,8 @@ def _classes_part(seen: Observation) -> Part:
     present = seen.labels.unique().tolist()
     return Part(
         "Which expert sees which class?",
-        "Share of a class's choices that fell on each expert, before capacities. Sort by an expert, or find a class by its name.",
+        "Share of a class's choices that fell on each expert, before capacities. Sort by an expert, or find a class by "
+        "its name.",
         routes={
             "kind": "classes",
             "classes": [seen.classes[label] for label in present],
