@@ -218,9 +218,15 @@ def test_dead_experts_are_named():
 @pytest.mark.parametrize(
     ("confidence", "predicted", "verdict"),
     [
-        ([0.9, 0.9, 0.8], [0, 1, 1], "Over-confident on average: confidence 86.7%, accuracy 33.3%"),
+        (
+            [0.9, 0.9, 0.8] * 9,
+            [0, 1, 1] * 9,
+            "Over-confident on average: confidence 86.7%, accuracy 33.3%, difference +53.3",
+        ),
         ([0.4, 0.5, 0.6], [0, 0, 0], "Under-confident on average: confidence 50.0%, accuracy 100.0%"),
-        ([0.5, 0.5], [0, 1], "Neither over- nor under-confident on average"),
+        ([0.5, 0.5], [0, 1], "Neither over- nor under-confident on average, as far as 2 images can tell"),
+        ([0.9, 0.9, 0.8], [0, 1, 1], "Neither over- nor under-confident on average, as far as 3 images can tell"),
+        ([0.9], [1], "Neither over- nor under-confident on average, as far as 1 images can tell"),
     ],
 )
 def test_over_confidence_is_told(confidence, predicted, verdict):
@@ -347,6 +353,18 @@ def test_a_damaged_run_is_told_before_the_images_are_seen(tmp_path, monkeypatch)
     monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
         write_report([tmp_path / "last.pth.tar"], None, tmp_path / "out")
+
+
+def test_members_and_shared_experts_are_named():
+    for name, told in (
+        ("vmoe_pbe_s32", ["experts of the members", "0 to 1 of member 1; 2 to 3 of member 2"]),
+        ("vimoe_s14_shared", ["shared expert", "in 2 layers, for every token, beside those above"]),
+    ):
+        with torch.device("meta"):
+            model = timm.create_model(name, depth=4, num_experts=4)
+        parts = model_section(model, measure(copy.deepcopy(model), name), History(file="a", ema=True)).parts
+        assert told in parts[1].table
+        assert ["weights", "EMA"] in parts[-1].table
 
 
 @pytest.mark.ci

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from ..analysis.evaluation import LABELS
 from ..callbacks.epoch_log import read_epochs
 from ..checkpoints.history import History
+from ..convert.blocks import moe_layers
 from ..convert.find import ffn_paths
 from ..info import ModelInfo
 from ..layers import MoeMlp
+from ..layers.routing import EnsembleRouter
 from ..model_config import get_pretrained_cfg
 from . import charts
 from .alike import Likeness
@@ -36,7 +38,7 @@ MEASURED = (
 #: Columns of summary.csv, and what they are called.
 LOSS_COLUMNS = {"train_loss": "training", "eval_loss": "evaluation"}
 ACCURACY_COLUMNS = {"eval_top1": "top-1", "eval_top5": "top-5"}
-#: Points by which confidence and accuracy may differ before the model is called over- or under-confident.
+#: Difference of confidence and accuracy up to which a model is called neither over- nor under-confident.
 TOLERANCE = 0.01
 #: Pairs of classes that are shown as confused, bins of the reliability diagram, and of confidences.
 CONFUSED, RELIABILITY_BINS, CONFIDENCE_BINS = 15, 15, 20
@@ -80,6 +82,7 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     """The model: its blocks, sizes and options, and where its weights came from."""
     blocks = _blocks(model)
     rows = [["", ""], ["model", info.name], ["experts", _experts(info)]]
+    rows += _special(model)
     rows += [["members", str(info.members)]] if info.members > 1 else []
     rows += [["parameters in training", f"{info.total:,}"], ["activated for a token", f"{info.activated:,}"]]
     rows += [["exported", f"{info.exported:,}"]] if info.exported is not None else []
@@ -102,7 +105,21 @@ def _experts(info: ModelInfo) -> str:
     if not info.moe_layers:
         return "none"
     unit = "image" if info.routing_unit == "image" else "token"
-    return f"{info.num_experts} in each of {len(info.moe_layers)} layers; {info.top_k} for each {unit}"
+    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
+    return f"{info.num_experts} in {layers}; {info.top_k} for each {unit}"
+
+
+def _special(model: nn.Module) -> list[list[str]]:
+    """What is special about the experts: those of the members of an ensemble, one that is shared."""
+    layers = moe_layers(model).values()
+    rows = []
+    for router in {id(layer.router): layer.router for layer in layers}.values():
+        if isinstance(router, EnsembleRouter):
+            size = router.num_experts // router.ensemble_size
+            of = [f"{size * m} to {size * (m + 1) - 1} of member {m + 1}" for m in range(router.ensemble_size)]
+            rows = [["experts of the members", "; ".join(of)]]
+    shared = sum(hasattr(layer, "shared") for layer in layers)
+    return rows + ([["shared expert", f"in {shared} layers, for every token, beside those above"]] if shared else [])
 
 
 def _sitting(info: ModelInfo, blocks: Sequence[dict[str, Any]]) -> str:
@@ -133,7 +150,13 @@ def _blocks(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _origin(history: History) -> list[tuple[str, Any]]:
-    known = {"file": history.file, "epoch": history.epoch, "pretrained weights": history.base, "start": history.start}
+    known = {
+        "file": history.file,
+        "weights": "EMA" if history.ema else None,
+        "epoch": history.epoch,
+        "pretrained weights": history.base,
+        "start": history.start,
+    }
     known |= {"data": history.dataset, "gathered by": history.method}
     known |= (
         {}
@@ -431,8 +454,8 @@ def _patches_part(seen: Observation) -> Part:
     layers = [layer for layer in seen.layers if layer.grid is not None]
     return Part(
         "Which patches go to which expert?",
-        "Each patch has the colour and number of its first choice, the more opaque the surer the router is. A patch "
-        "without colour was dropped."
+        "Each patch has the colour and number of the expert that it chose first, the more opaque the surer the router. "
+        "A patch without colour found no place at that expert. Of an ensemble this is the first member."
         if layers
         else "The rows of these layers are not patches of an image.",
         routes={
@@ -499,7 +522,12 @@ def _entropy_part(layers: Sequence[LayerObservation]) -> list[Part]:
     if not rows:
         return []
     chart = charts.histogram(
-        rows, "entropy", "share", "layer", x_title="entropy of the gates, of its maximum", y_title="share of the rows"
+        rows,
+        "entropy",
+        "share",
+        "layer",
+        x_title="entropy of the gates (100 %: all alike)",
+        y_title="share of the tokens",
     )
     text = "At 0 % the router is certain of one expert, at 100 % all are alike to it."
     return [Part("How sure are the routers?", text, chart.to_dict())]
@@ -521,10 +549,10 @@ def _pairs_part(layers: Sequence[LayerObservation]) -> list[Part]:
         return []
     chart = charts.heatmap(
         rows, "there", "here", "share",
-        x_title="expert in the next layer", y_title="expert", value_title="share of its rows",
+        x_title="expert in the next layer", y_title="expert", value_title="share of its tokens",
         highest=max(row["share"] for row in rows), percent=True,
     )  # fmt: skip
-    text = "Of the rows of an expert, where they go in the next expert layer, by first choices."
+    text = "Where the tokens of an expert go in the next expert layer. Only first choices are counted."
     return [Part("Do experts follow each other?", text, charts.chosen(chart, "pair", "layers", names).to_dict())]
 
 
@@ -546,8 +574,8 @@ def alike_section(alike: Sequence[Likeness]) -> Section | None:
     known = {layer.layer: layer.spread for layer in alike if layer.spread is not None}
     told = "; ".join(f"{name} {value:.3g}" for name, value in known.items())
     text = (
-        "Cosine of two experts' weights, and of their outputs on the same rows, on average. 1 is alike, 0 has nothing "
-        f"in common. Distance of an expert from the mean, over the mean's norm: {told}."
+        "Cosine of two experts' weights, and of their outputs for the same tokens, on average. 1: they are alike. 0: "
+        f"they have nothing in common. Distance of an expert from the mean, over the mean's norm: {told}."
     )
     return Section(
         "alike",
@@ -562,6 +590,8 @@ def classifier_section(observations: dict[str, Observation]) -> Section:
     table = [["", *observations]]
     for name, (label, layout) in LABELS.items():
         cells = [layout.format(seen.figures[name]) if name in seen.figures else "" for seen in observations.values()]
+        if name == "error":
+            table += [["top-1 accuracy", *(f"{1 - seen.figures[name]:.2%}" for seen in observations.values())]]
         table += [[label, *cells]] if any(cells) else []
     section.parts.append(Part("The figures", "As timm-moe evaluate measures them.", table=table))
     reliable = [row for name, seen in observations.items() for row in _reliability(name, seen)]
@@ -610,14 +640,18 @@ def _reliability(name: str, seen: Observation) -> list[dict[str, Any]]:
 
 
 def _over_confident(name: str, seen: Observation, named: bool) -> str:
-    accuracy = (seen.predicted == seen.labels).double().mean().item()
-    sure = seen.confidence.double().mean().item()
-    verdict = (
-        "Over-confident" if sure > accuracy + TOLERANCE else "Under-confident" if sure < accuracy - TOLERANCE
-        else "Neither over- nor under-confident"
-    )  # fmt: skip
+    """Whether mean confidence and accuracy differ by more than chance (95 %) and :data:`TOLERANCE`."""
+    right = (seen.predicted == seen.labels).double()
+    gap = seen.confidence.double() - right
+    images = len(gap)
+    chance = 1.96 * (gap.std().item() if images > 1 else 1.0) / math.sqrt(images)
+    if abs(gap.mean()) <= max(chance, TOLERANCE):
+        verdict = f"Neither over- nor under-confident on average, as far as {images:,} images can tell"
+    else:
+        verdict = f"{'Over' if gap.mean() > 0 else 'Under'}-confident on average"
     return (
-        f"{f'{name}: ' if named else ''}{verdict} on average: confidence {sure:.1%}, accuracy {accuracy:.1%}, expected "
+        f"{f'{name}: ' if named else ''}{verdict}: confidence {seen.confidence.double().mean():.1%}, accuracy "
+        f"{right.mean():.1%}, difference {100 * gap.mean():+.1f} points (95 % interval ±{100 * chance:.1f}), expected "
         f"calibration error {seen.figures['ece']:.3f}."
     )
 
