@@ -18,6 +18,8 @@ from timm_moe.analysis.data import Inference, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.routes import collect_routes
 from timm_moe.callbacks.epoch_log import FILE, spread
+from timm_moe.checkpoints.history import History
+from timm_moe.info import measure, weightless_model
 from timm_moe.report import write_report
 from timm_moe.report.alike import likeness
 from timm_moe.report.observe import SHOWN, SUREST, LayerObservation, Observation, Patch, observe
@@ -25,6 +27,7 @@ from timm_moe.report.page import page
 from timm_moe.report.sections import (
     alike_section,
     classifier_section,
+    model_section,
     routing_section,
     run_section,
 )
@@ -319,6 +322,28 @@ def test_a_damaged_run_is_told_before_the_images_are_seen(tmp_path, monkeypatch)
     monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
         write_report([tmp_path / "last.pth.tar"], None, tmp_path / "out")
+
+
+SITTING = [
+    ("twins_svt_small_ewa_moe", {}, 18, 9, "blocks.0.1.mlp"),
+    ("cait_xxs24_224_ewa_moe", {}, 26, 13, "blocks_token_only.1.mlp"),
+    ("tnt_s_patch16_224_ewa_moe", {}, 24, 12, "blocks.3.mlp"),
+    ("pit_xs_32_ewa_moe", {}, 12, 6, "transformers.0.blocks.1.mlp"),
+    ("widenet_b", dict(depth=3), 3, 3, "block 2"),
+    ("vit_tiny_moe", {}, 12, 6, "block 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "networks", "places", "box"), SITTING)
+def test_every_feed_forward_network_is_drawn_where_it_is(name, options, networks, places, box):
+    model = weightless_model(name, **options)
+    part = model_section(model, measure(weightless_model(name, **options), name), History()).parts[0]
+    drawn = part.routes["blocks"]
+    assert len({block["name"] for block in drawn}) == len(drawn) == networks
+    assert sum(block["experts"] > 0 for block in drawn) == places
+    assert part.text.startswith(f"{places} of {networks} feed-forward networks hold ")
+    assert next(block["experts"] for block in drawn if block["name"] == box) > 0
+    assert ("They share one expert layer" in part.text) == (name == "widenet_b")
 
 
 @pytest.mark.ci

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 from ..analysis.evaluation import LABELS
 from ..callbacks.epoch_log import read_epochs
 from ..checkpoints.history import History
-from ..convert.blocks import moe_layers
+from ..convert.find import ffn_paths
 from ..info import ModelInfo
+from ..layers import MoeMlp
 from ..model_config import get_pretrained_cfg
 from . import charts
 from .alike import Likeness
 from .images import data_uri, sheet
 from .observe import ENTROPY_BINS, LayerObservation, Observation
 
+_BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 #: Share of an even load below which an expert counts as dead.
 DEAD = 0.1
 #: Distance of the experts from their mean, over the size of that mean, below which they count as together.
@@ -77,7 +80,7 @@ class Section:
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
     """The model: its blocks, sizes and options, and where its weights came from."""
-    layers = moe_layers(model)
+    boxes = _boxes(model)
     rows = [["", ""], ["model", info.name], ["experts", _experts(info)]]
     rows += [["members", str(info.members)]] if info.members > 1 else []
     rows += [["parameters in training", f"{info.total:,}"], ["activated for a token", f"{info.activated:,}"]]
@@ -87,9 +90,7 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     options = [["option", "value"], *([name, value] for name, value in history.options.items())]
     origin = [["", ""], *([name, str(value)] for name, value in _origin(history))]
     parts = [
-        Part(
-            "Where the experts sit", _sitting(info), routes={"kind": "blocks", "blocks": _blocks(model, list(layers))}
-        ),
+        Part("Where the experts sit", _sitting(info, boxes), routes={"kind": "blocks", "blocks": boxes}),
         Part("Size and cost", table=rows),
     ]
     if len(options) > 1:
@@ -103,27 +104,32 @@ def _experts(info: ModelInfo) -> str:
     if not info.moe_layers:
         return "none"
     unit = "image" if info.routing_unit == "image" else "token"
-    return f"{info.num_experts} in each of {len(info.moe_layers)} layers; {info.top_k} for each {unit}"
+    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
+    return f"{info.num_experts} in {layers}; {info.top_k} for each {unit}"
 
 
-def _sitting(info: ModelInfo) -> str:
+def _sitting(info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
     if not info.moe_layers:
         return "This model has no expert layers."
-    return f"{len(info.moe_layers)} of {info.blocks} feed-forward networks hold {info.num_experts} experts each."
+    places, layers = sum(box["experts"] > 0 for box in boxes), len(info.moe_layers)
+    text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
+    if places > layers:
+        text += f" They share {'one expert layer' if layers == 1 else f'{layers} expert layers'}: these are the same."
+    return text
 
 
-def _blocks(model: nn.Module, layers: Sequence[str]) -> list[dict[str, Any]]:
-    """The blocks of a ViT, or the expert layers alone where there are no such blocks."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
-        return [{"name": name, "experts": moe_layers(model)[name].num_experts} for name in layers]
-    by_block = {int(name.split(".")[1]): name for name in layers if name.split(".")[1].isdecimal()}
+def _boxes(model: nn.Module) -> list[dict[str, Any]]:
+    """All places of feed-forward networks, in order, of one that stands in several blocks each of them."""
+    networks = {model.get_submodule(path) for path in ffn_paths(model)}
+    found = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in networks]
+    numbers = [_BLOCK.fullmatch(path) for path, _ in found]
+    plain = all(numbers)
     return [
         {
-            "name": f"block {number}",
-            "experts": moe_layers(model)[by_block[number]].num_experts if number in by_block else 0,
+            "name": f"block {number[1]}" if plain and number else path,
+            "experts": module.num_experts if isinstance(module, MoeMlp) else 0,
         }
-        for number in range(len(blocks))
+        for number, (path, module) in zip(numbers, found, strict=True)
     ]
 
 
