@@ -25,6 +25,7 @@ from timm_moe.report.alike import likeness
 from timm_moe.report.observe import SHOWN, SUREST, LayerObservation, Observation, Patch, observe
 from timm_moe.report.page import page
 from timm_moe.report.sections import (
+    _interval,
     alike_section,
     classifier_section,
     model_section,
@@ -174,6 +175,8 @@ def layer_of(load, dropped=0, experts=None):
     return LayerObservation(
         name="blocks.1.mlp",
         experts=experts,
+        top_k=1,
+        members=1,
         by_image=False,
         count_IE=torch.tensor([load]),
         dropped=dropped,
@@ -217,14 +220,56 @@ def test_dead_experts_are_named():
 @pytest.mark.parametrize(
     ("confidence", "predicted", "verdict"),
     [
-        ([0.9, 0.9, 0.8], [0, 1, 1], "Over-confident on average: confidence 86.7%, accuracy 33.3%"),
-        ([0.4, 0.5, 0.6], [0, 0, 0], "Under-confident on average: confidence 50.0%, accuracy 100.0%"),
-        ([0.5, 0.5], [0, 1], "Neither over- nor under-confident on average"),
+        ([0.9, 0.9, 0.8], [0, 1, 1], "Over-confident on average: confidence 86.7%, accuracy 33.3% (on 3 images; 95% i"),
+        ([0.4, 0.5, 0.6] * 3, [0, 0, 0] * 3, "Under-confident on average: confidence 50.0%, accuracy 100.0%"),
+        ([0.4, 0.5, 0.6], [0, 0, 0], "Too few images to say whether it is over- or under-confident: confidence 50.0%"),
+        ([0.5, 0.5], [0, 1], "Too few images to say whether it is over- or under-confident: confidence 50.0%"),
+        ([0.5, 0.5] * 9000, [0, 1] * 9000, "Neither over- nor under-confident on average: confidence 50.0%"),
     ],
 )
 def test_over_confidence_is_told(confidence, predicted, verdict):
     parts = {part.title: part for part in classifier_section({"m": seen_as([], confidence, predicted)}).parts}
     assert parts["Is it as sure as it is right?"].text.startswith(verdict)
+
+
+def test_the_interval_of_an_accuracy_is_wilsons():
+    assert _interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert _interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+
+
+def test_accuracy_stands_beside_the_error():
+    table = classifier_section({"m": seen_as([])}).parts[0].table
+    assert [row for row in table if row[0] in ("error", "top-1 accuracy")] == [
+        ["error", "0.00%"],
+        ["top-1 accuracy", "100.00%"],
+    ]
+
+
+@pytest.mark.parametrize(("top_k", "told"), [(1, "its only choice"), (2, "the first of its 2 choices")])
+def test_what_a_patch_without_colour_is(top_k, told):
+    layer = layer_of([1, 1])
+    layer.top_k, layer.members = top_k, 2
+    texts = []
+    for expert in (0, 2):
+        layer.expert_SP[:] = expert
+        (part,) = [part for part in routing_section(seen_as([layer])).parts if "patches go" in part.title]
+        texts.append(part.text)
+    assert "without colour" not in texts[0]
+    assert f"Of a patch without colour, {told} found no place and was dropped." in texts[1]
+    assert all("these are the choices of the first one" in text for text in texts)
+
+
+def test_members_shared_experts_and_ema_are_named():
+    def told(name, history=History(), **options):  # noqa: B008
+        model = weightless_model(name, **options)
+        return model_section(model, measure(weightless_model(name, **options), name), history).parts
+
+    _, size = told("vmoe_pbe_s32", num_experts=4)
+    assert ["members", "2; member 1 has experts 0 to 1, member 2 has experts 2 to 3"] in size.table
+    assert "a shared expert, which every token passes through, in blocks." in told("vimoe_s14_shared")[0].text
+    assert "shared expert" not in told("vimoe_s14")[0].text
+    origin = told("vit_tiny_moe", History("last.pth.tar", ema=True))[-1]
+    assert ["weights", "the EMA weights of the checkpoint"] in origin.table
 
 
 def test_the_most_confused_classes_come_first():
@@ -316,12 +361,19 @@ def test_a_run_that_diverged_has_a_report(tmp_path):
         run_section(tmp_path)
 
 
-def test_a_damaged_run_is_told_before_the_images_are_seen(tmp_path, monkeypatch):
+def test_top_5_of_five_classes_is_left_out(tmp_path):
+    (tmp_path / "summary.csv").write_text("epoch,eval_top1,eval_top5\n0,40,100\n")
+    for classes, series in ((5, {"top-1"}), (6, {"top-1", "top-5"})):
+        (part,) = run_section(tmp_path, classes).parts
+        assert {row["accuracy"] for row in part.chart["data"]["values"]} == series
+
+
+def test_a_damaged_run_is_told_before_the_images_are_seen(data, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text('{"epochs": [{"epoch": 0}]}')
     (tmp_path / "last.pth.tar").touch()
     monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
-        write_report([tmp_path / "last.pth.tar"], None, tmp_path / "out")
+        write_report([tmp_path / "last.pth.tar"], image_folder(data), tmp_path / "out")
 
 
 SITTING = [
@@ -421,6 +473,15 @@ def test_the_command(data, tmp_path, capsys, monkeypatch):
 
 # --- in a browser
 
+#: Elements that are wider than their part, where nothing around them scrolls.
+STICKING_OUT = """
+const out = (inner, part) => inner.right > part.right + 1 || inner.left < part.left - 1;
+return [...document.querySelectorAll(".part *")]
+  .filter((inner) => !inner.ownerSVGElement && !inner.parentElement.closest(".scroll") && inner.offsetParent !== null)
+  .filter((inner) => out(inner.getBoundingClientRect(), inner.closest(".part").getBoundingClientRect()))
+  .map((inner) => inner.outerHTML.slice(0, 150));
+"""
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -466,6 +527,7 @@ def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, wid
     assert len(find(".chart svg")) == len(find(".chart")) > 5
     assert all(chart.size["width"] > 200 for chart in find(".chart svg"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(STICKING_OUT) == []
     links = [link.get_attribute("href").partition("#")[2] for link in find("nav a")]
     assert all(find(f"[id='{link}']") for link in links)
 

@@ -99,7 +99,7 @@ function surest(place, data) {
   function draw(layer) {
     list.replaceChildren(...layer.told.flatMap((told, expert) => {
       const strip = element("div", { class: "strip", role: "img", "aria-label": `expert ${expert}: ${told}` });
-      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${-CELL * expert}px; width: ${CELL * layer.columns}px; height: ${CELL}px`;
+      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${100 * expert / Math.max(1, layer.told.length - 1)}%; max-width: ${CELL * layer.columns}px; aspect-ratio: ${layer.columns}`;
       return [element("div", {}, element("strong", {}, `expert ${expert}`), element("br"), told), strip];
     }));
   }
