@@ -220,7 +220,7 @@ def _curves(
     rows: Sequence[dict[str, str]], columns: dict[str, str], key: str
 ) -> tuple[list[dict[str, Any]], str, list[int]]:
     """Points of the columns that are numbers, the key of their series, and the epochs where one is not finite."""
-    points = [
+    points: list[dict[str, Any]] = [
         {"epoch": int(row["epoch"]), "value": _number(row[column]), key: series}
         for row in rows
         for column, series in columns.items()
