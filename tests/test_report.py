@@ -1,6 +1,5 @@
 """The report: what it says against what is so, and the page in a real browser."""
 
-import copy
 import json
 import shutil
 import sys
@@ -20,7 +19,7 @@ from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.routes import collect_routes
 from timm_moe.callbacks.epoch_log import FILE, spread
 from timm_moe.checkpoints.history import History
-from timm_moe.info import measure
+from timm_moe.info import measure, weightless_model
 from timm_moe.report import write_report
 from timm_moe.report.alike import likeness
 from timm_moe.report.observe import SHOWN, SUREST, LayerObservation, Observation, Patch, observe
@@ -175,6 +174,8 @@ def layer_of(load, dropped=0, experts=None):
     return LayerObservation(
         name="blocks.1.mlp",
         experts=experts,
+        top_k=1,
+        members=1,
         by_image=False,
         count_IE=torch.tensor([load]),
         dropped=dropped,
@@ -234,6 +235,41 @@ def test_over_confidence_is_told(confidence, predicted, verdict):
     assert parts["Is it as sure as it is right?"].text.startswith(verdict)
 
 
+def test_accuracy_stands_beside_the_error():
+    table = classifier_section({"m": seen_as([])}).parts[0].table
+    assert [row for row in table if row[0] in ("error", "top-1 accuracy")] == [
+        ["error", "0.00%"],
+        ["top-1 accuracy", "100.00%"],
+    ]
+
+
+@pytest.mark.parametrize(("top_k", "told"), [(1, "its only choice"), (2, "the first of its 2 choices")])
+def test_what_a_patch_without_colour_is(top_k, told):
+    layer = layer_of([1, 1])
+    layer.top_k, layer.members = top_k, 2
+    texts = []
+    for expert in (0, 2):
+        layer.expert_SP[:] = expert
+        (part,) = [part for part in routing_section(seen_as([layer])).parts if "patches go" in part.title]
+        texts.append(part.text)
+    assert "without colour" not in texts[0]
+    assert f"Of a patch without colour, {told} found no place and was dropped." in texts[1]
+    assert all("these are the choices of the first one" in text for text in texts)
+
+
+def test_members_shared_experts_and_ema_are_named():
+    def told(name, history=History(), **options):  # noqa: B008
+        model = weightless_model(name, **options)
+        return model_section(model, measure(weightless_model(name, **options), name), history).parts
+
+    _, size = told("vmoe_pbe_s32", num_experts=4)
+    assert ["members", "2; member 1 has experts 0 to 1, member 2 has experts 2 to 3"] in size.table
+    assert "a shared expert, which every token passes through, in blocks." in told("vimoe_s14_shared")[0].text
+    assert "shared expert" not in told("vimoe_s14")[0].text
+    origin = told("vit_tiny_moe", History("last.pth.tar", ema=True))[-1]
+    assert ["weights", "the EMA weights of the checkpoint"] in origin.table
+
+
 def test_the_most_confused_classes_come_first():
     seen = seen_as([], [0.5] * 5, [1, 1, 2, 0, 1], ("cat", "dog", "owl"))
     table = classifier_section({"m": seen}).parts[-1].table
@@ -263,30 +299,6 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
         run_section(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "drawn", "holding"),
-    [
-        ("twins_svt_small_ewa_moe", {}, 18, 9),
-        ("cait_xxs24_224_ewa_moe", {}, 26, 13),
-        ("tnt_s_patch16_224_ewa_moe", {}, 24, 12),
-        ("pit_xs_32_ewa_moe", {}, None, None),
-        ("widenet_b", dict(depth=3), 3, 3),
-        ("vit_tiny_ewa_moe", dict(depth=4), 4, 2),
-    ],
-)
-def test_every_network_is_drawn_once(name, kwargs, drawn, holding):
-    with torch.device("meta"):
-        model = timm.create_model(name, **kwargs)
-    info = measure(copy.deepcopy(model), name)
-    part = model_section(model, info, History()).parts[0]
-    blocks = part.routes["blocks"]
-    assert len({block["name"] for block in blocks}) == len(blocks) == info.blocks == (drawn or info.blocks)
-    with_experts = sum(block["experts"] > 0 for block in blocks)
-    assert with_experts == (holding or len(info.moe_layers))
-    assert part.text.startswith(f"{with_experts} of {len(blocks)} feed-forward networks hold")
-    assert ("one layer" in part.text) == (name == "widenet_b")
 
 
 def parts_of(folder):
@@ -347,24 +359,41 @@ def test_a_run_that_diverged_has_a_report(tmp_path):
         run_section(tmp_path)
 
 
-def test_a_damaged_run_is_told_before_the_images_are_seen(tmp_path, monkeypatch):
+def test_top_5_of_five_classes_is_left_out(tmp_path):
+    (tmp_path / "summary.csv").write_text("epoch,eval_top1,eval_top5\n0,40,100\n")
+    for classes, series in ((5, {"top-1"}), (6, {"top-1", "top-5"})):
+        (part,) = run_section(tmp_path, classes).parts
+        assert {row["accuracy"] for row in part.chart["data"]["values"]} == series
+
+
+def test_a_damaged_run_is_told_before_the_images_are_seen(data, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text('{"epochs": [{"epoch": 0}]}')
     (tmp_path / "last.pth.tar").touch()
     monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
-        write_report([tmp_path / "last.pth.tar"], None, tmp_path / "out")
+        write_report([tmp_path / "last.pth.tar"], image_folder(data), tmp_path / "out")
 
 
-def test_members_and_shared_experts_are_named():
-    for name, told in (
-        ("vmoe_pbe_s32", ["experts of the members", "0 to 1 of member 1; 2 to 3 of member 2"]),
-        ("vimoe_s14_shared", ["shared expert", "in 2 layers, for every token, beside those above"]),
-    ):
-        with torch.device("meta"):
-            model = timm.create_model(name, depth=4, num_experts=4)
-        parts = model_section(model, measure(copy.deepcopy(model), name), History(file="a", ema=True)).parts
-        assert told in parts[1].table
-        assert ["weights", "EMA"] in parts[-1].table
+SITTING = [
+    ("twins_svt_small_ewa_moe", {}, 18, 9, "blocks.0.1.mlp"),
+    ("cait_xxs24_224_ewa_moe", {}, 26, 13, "blocks_token_only.1.mlp"),
+    ("tnt_s_patch16_224_ewa_moe", {}, 24, 12, "blocks.3.mlp"),
+    ("pit_xs_32_ewa_moe", {}, 12, 6, "transformers.0.blocks.1.mlp"),
+    ("widenet_b", dict(depth=3), 3, 3, "block 2"),
+    ("vit_tiny_moe", {}, 12, 6, "block 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "networks", "places", "box"), SITTING)
+def test_every_feed_forward_network_is_drawn_where_it_is(name, options, networks, places, box):
+    model = weightless_model(name, **options)
+    part = model_section(model, measure(weightless_model(name, **options), name), History()).parts[0]
+    drawn = part.routes["blocks"]
+    assert len({block["name"] for block in drawn}) == len(drawn) == networks
+    assert sum(block["experts"] > 0 for block in drawn) == places
+    assert part.text.startswith(f"{places} of {networks} feed-forward networks hold ")
+    assert next(block["experts"] for block in drawn if block["name"] == box) > 0
+    assert ("They share one expert layer" in part.text) == (name == "widenet_b")
 
 
 @pytest.mark.ci
@@ -442,6 +471,15 @@ def test_the_command(data, tmp_path, capsys, monkeypatch):
 
 # --- in a browser
 
+#: Elements that are wider than their part, where nothing around them scrolls.
+STICKING_OUT = """
+const out = (inner, part) => inner.right > part.right + 1 || inner.left < part.left - 1;
+return [...document.querySelectorAll(".part *")]
+  .filter((inner) => !inner.ownerSVGElement && !inner.parentElement.closest(".scroll") && inner.offsetParent !== null)
+  .filter((inner) => out(inner.getBoundingClientRect(), inner.closest(".part").getBoundingClientRect()))
+  .map((inner) => inner.outerHTML.slice(0, 150));
+"""
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -468,15 +506,6 @@ def opened(browser, report, width=1200):
     return lambda selector: browser.find_elements("css selector", selector)
 
 
-#: What sticks out of its part of the page, where it is cut off, unless it can be scrolled to.
-CUT_OFF = """
-const scrolls = (one) => one.closest(".scroll, svg");
-return [...document.querySelectorAll(".part")].flatMap((part) => [...part.querySelectorAll("*")]
-  .filter((one) => !scrolls(one) && one.getBoundingClientRect().right > part.getBoundingClientRect().right + 1)
-  .map((one) => one.outerHTML.slice(0, 80)));
-"""
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("width", [1200, 390])
 def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, width):
@@ -496,7 +525,7 @@ def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, wid
     assert len(find(".chart svg")) == len(find(".chart")) > 5
     assert all(chart.size["width"] > 200 for chart in find(".chart svg"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    assert browser.execute_script(CUT_OFF) == []
+    assert browser.execute_script(STICKING_OUT) == []
     links = [link.get_attribute("href").partition("#")[2] for link in find("nav a")]
     assert all(find(f"[id='{link}']") for link in links)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from timm.data import ImageDataset
 from torch import nn
 
-from ..analysis.data import Inference, Source, describe_source, load_classifiers
+from ..analysis.data import Inference, Source, class_names, describe_source, load_classifiers
 from ..checkpoints.history import find_history
 from ..checkpoints.source import ModelSpec
 from ..files import check_folder, publish, staged
@@ -67,7 +67,7 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
-    runs = [run_section(_run_folder(source)) for source in sources]  # before the long part: a file may be damaged
+    runs = _runs(sources, images)  # before the long part: a file may be damaged
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = _distinct([describe_source(source) for source in sources])
     groups, observations = [], {}
@@ -84,6 +84,11 @@ def write_report(
         groups.append((name if len(sources) > 1 else "", [section for section in sections if section is not None]))
     groups.append(("all models" if len(sources) > 1 else "", [classifier_section(observations)]))
     return _write(Path(output_dir), page("What the experts do", _subtitle(names, images), groups))
+
+
+def _runs(sources: Sequence[Source], images: ImageDataset) -> list[Section | None]:
+    classes = len(class_names(images))
+    return [run_section(_run_folder(source), classes) for source in sources]
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

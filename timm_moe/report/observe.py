@@ -51,6 +51,8 @@ class LayerObservation:
     Attributes:
         name: of the expert layer; of one that is called several times in a forward, with the number of the call.
         experts: E.
+        top_k: choices of a row.
+        members: of an ensemble inside one model, for each of which the layer sees the image once.
         by_image: whether all rows of an image go together.
         count_IE: choices of each image's rows for each expert, before capacities.
         dropped: number of choices that found no place.
@@ -66,6 +68,8 @@ class LayerObservation:
 
     name: str
     experts: int
+    top_k: int
+    members: int
     by_image: bool
     count_IE: Tensor
     dropped: int
@@ -235,6 +239,8 @@ class _Watcher:
         observed = LayerObservation(
             name,
             layer.num_experts,
+            kept_BNK.shape[2],
+            copies,
             by_image,
             count_BE[:, :-1].int().cpu(),
             dropped,
@@ -263,6 +269,8 @@ def _joined(parts: Sequence[LayerObservation]) -> LayerObservation:
     return LayerObservation(
         first.name,
         first.experts,
+        first.top_k,
+        first.members,
         first.by_image,
         torch.cat([part.count_IE for part in parts]),
         sum(part.dropped for part in parts),

@@ -97,10 +97,9 @@ function patches(place, data) {
 function surest(place, data) {
   const CELL = 48, list = element("div", { class: "surest" });
   function draw(layer) {
-    const last = Math.max(layer.told.length - 1, 1);
     list.replaceChildren(...layer.told.flatMap((told, expert) => {
       const strip = element("div", { class: "strip", role: "img", "aria-label": `expert ${expert}: ${told}` });
-      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${100 * expert / last}%; width: ${CELL * layer.columns}px; aspect-ratio: ${layer.columns}`;
+      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${100 * expert / Math.max(1, layer.told.length - 1)}%; max-width: ${CELL * layer.columns}px; aspect-ratio: ${layer.columns}`;
       return [element("div", {}, element("strong", {}, `expert ${expert}`), element("br"), told), strip];
     }));
   }

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -18,14 +19,20 @@ from ..checkpoints.history import History
 from ..convert.blocks import moe_layers
 from ..convert.find import ffn_paths
 from ..info import ModelInfo
-from ..layers import MoeMlp
-from ..layers.routing import EnsembleRouter
+from ..layers import EnsembleRouter, MoeMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg
 from . import charts
 from .alike import Likeness
 from .images import data_uri, sheet
 from .observe import ENTROPY_BINS, LayerObservation, Observation
 
+#: What the words of the routing's section mean.
+_WORDS = (
+    "A row is what an expert layer sees of one patch, or of the class token. A gate is how likely the router finds an "
+    "expert for a row, from 0 to 1. A choice is an expert that the router takes for a row; a row may have several, the "
+    "first is that with the largest gate."
+)
+_BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 #: Share of an even load below which an expert counts as dead.
 DEAD = 0.1
 #: Distance of the experts from their mean, over the size of that mean, below which they count as together.
@@ -37,8 +44,7 @@ MEASURED = (
 )
 #: Columns of summary.csv, and what they are called.
 LOSS_COLUMNS = {"train_loss": "training", "eval_loss": "evaluation"}
-ACCURACY_COLUMNS = {"eval_top1": "top-1", "eval_top5": "top-5"}
-#: Difference of confidence and accuracy up to which a model is called neither over- nor under-confident.
+#: Points by which confidence and accuracy may differ before the model is called over- or under-confident.
 TOLERANCE = 0.01
 #: Pairs of classes that are shown as confused, bins of the reliability diagram, and of confidences.
 CONFUSED, RELIABILITY_BINS, CONFIDENCE_BINS = 15, 15, 20
@@ -71,19 +77,20 @@ class Section:
         name: its anchor.
         title: its heading.
         parts: in their order.
+        text: sentences below the heading.
     """
 
     name: str
     title: str
     parts: list[Part] = field(default_factory=list)
+    text: str = ""
 
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
     """The model: its blocks, sizes and options, and where its weights came from."""
-    blocks = _blocks(model)
+    boxes = _boxes(model)
     rows = [["", ""], ["model", info.name], ["experts", _experts(info)]]
-    rows += _special(model)
-    rows += [["members", str(info.members)]] if info.members > 1 else []
+    rows += [["members", f"{info.members}{_own_experts(model)}"]] if info.members > 1 else []
     rows += [["parameters in training", f"{info.total:,}"], ["activated for a token", f"{info.activated:,}"]]
     rows += [["exported", f"{info.exported:,}"]] if info.exported is not None else []
     rows += [["evaluation of an image", f"{info.gflops:.3f} GFLOPs"]]
@@ -91,7 +98,11 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     options = [["option", "value"], *([name, value] for name, value in history.options.items())]
     origin = [["", ""], *([name, str(value)] for name, value in _origin(history))]
     parts = [
-        Part("Where the experts sit", _sitting(info, blocks), routes={"kind": "blocks", "blocks": blocks}),
+        Part(
+            "Where the experts sit",
+            f"{_sitting(info, boxes)}{_shared(model)}",
+            routes={"kind": "blocks", "blocks": boxes},
+        ),
         Part("Size and cost", table=rows),
     ]
     if len(options) > 1:
@@ -109,54 +120,56 @@ def _experts(info: ModelInfo) -> str:
     return f"{info.num_experts} in {layers}; {info.top_k} for each {unit}"
 
 
-def _special(model: nn.Module) -> list[list[str]]:
-    """What is special about the experts: those of the members of an ensemble, one that is shared."""
-    layers = moe_layers(model).values()
-    rows = []
-    for router in {id(layer.router): layer.router for layer in layers}.values():
-        if isinstance(router, EnsembleRouter):
-            size = router.num_experts // router.ensemble_size
-            of = [f"{size * m} to {size * (m + 1) - 1} of member {m + 1}" for m in range(router.ensemble_size)]
-            rows = [["experts of the members", "; ".join(of)]]
-    shared = sum(hasattr(layer, "shared") for layer in layers)
-    return rows + ([["shared expert", f"in {shared} layers, for every token, beside those above"]] if shared else [])
-
-
-def _sitting(info: ModelInfo, blocks: Sequence[dict[str, Any]]) -> str:
+def _sitting(info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
     if not info.moe_layers:
         return "This model has no expert layers."
-    holding = sum(block["experts"] > 0 for block in blocks)
-    text = f"{holding} of {len(blocks)} feed-forward networks hold {info.num_experts} experts each."
-    if len(info.moe_layers) == 1 < holding:
-        text += f" They are one layer: all {holding} blocks use the same experts."
+    places, layers = sum(box["experts"] > 0 for box in boxes), len(info.moe_layers)
+    text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
+    if places > layers:
+        text += f" They share {'one expert layer' if layers == 1 else f'{layers} expert layers'}: these are the same."
     return text
 
 
-def _blocks(model: nn.Module) -> list[dict[str, Any]]:
-    """Where the feed-forward networks are, in order, and how many experts are there; 0 of a dense network.
+def _shared(model: nn.Module) -> str:
+    """A sentence on the shared experts."""
+    layers = [path for path, layer in moe_layers(model).items() if isinstance(layer, SharedExpertMlp)]
+    if not layers:
+        return ""
+    return f" Beside these there is a shared expert, which every token passes through, in {', '.join(layers)}."
 
-    A network that several blocks share is in each of them.
-    """
+
+def _own_experts(model: nn.Module) -> str:
+    """Which experts belong to which member of an ensemble inside one model; empty where all have all."""
+    routers = [layer.routed_by for layer in moe_layers(model).values() if isinstance(layer.routed_by, EnsembleRouter)]
+    if not routers:
+        return ""
+    members, own = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
+    told = [f"member {number + 1} has {_numbered(number * own, own)}" for number in range(members)]
+    return f"; {', '.join(told)}"
+
+
+def _numbered(first: int, number: int) -> str:
+    return f"expert {first}" if number == 1 else f"experts {first} to {first + number - 1}"
+
+
+def _boxes(model: nn.Module) -> list[dict[str, Any]]:
+    """All places of feed-forward networks, in order, of one that stands in several blocks each of them."""
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
-    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if module in networks]
-    blocks = [name.rpartition(".")[0] or name for name, _ in places]
+    found = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in networks]
+    numbers = [_BLOCK.fullmatch(path) for path, _ in found]
+    plain = all(numbers)
     return [
         {
-            "name": block if blocks.count(block) == 1 else name,
+            "name": f"block {number[1]}" if plain and number else path,
             "experts": module.num_experts if isinstance(module, MoeMlp) else 0,
         }
-        for block, (name, module) in zip(blocks, places, strict=True)
+        for number, (path, module) in zip(numbers, found, strict=True)
     ]
 
 
 def _origin(history: History) -> list[tuple[str, Any]]:
-    known = {
-        "file": history.file,
-        "weights": "EMA" if history.ema else None,
-        "epoch": history.epoch,
-        "pretrained weights": history.base,
-        "start": history.start,
-    }
+    known = {"file": history.file, "epoch": history.epoch, "pretrained weights": history.base, "start": history.start}
+    known |= {"weights": "the EMA weights of the checkpoint" if history.ema else None}
     known |= {"data": history.dataset, "gathered by": history.method}
     known |= (
         {}
@@ -166,8 +179,12 @@ def _origin(history: History) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in known.items() if value is not None]
 
 
-def run_section(folder: Path | None) -> Section | None:
+def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
     """The training run, from train.py's folder; None where there is none at hand.
+
+    Args:
+        folder: train.py's.
+        classes: how many there are; with five or fewer the best five are always right, and are left out.
 
     Raises:
         ValueError: if a file is damaged.
@@ -177,9 +194,10 @@ def run_section(folder: Path | None) -> Section | None:
     if not rows and not epochs:
         return None
     section = Section("run", "The training run")
+    columns = {"eval_top1": "top-1"} | ({} if classes and classes <= 5 else {"eval_top5": "top-5"})
     _add_lines(section, "Does the loss still fall?", *_curves(rows, LOSS_COLUMNS, "images"), _trend, "loss")
     _add_lines(
-        section, "How accurate was it in each epoch?", *_curves(rows, ACCURACY_COLUMNS, "accuracy"), _best,
+        section, "How accurate was it in each epoch?", *_curves(rows, columns, "accuracy"), _best,
         "accuracy (%)",
     )  # fmt: skip
     section.parts += _of_epochs(epochs)
@@ -385,7 +403,7 @@ def routing_section(seen: Observation) -> Section | None:
     """Which images and patches go to which experts; None of a model that does not route by what it sees."""
     if not seen.layers:
         return None
-    section = Section("routing", "Who goes where")
+    section = Section("routing", "Who goes where", text=_WORDS)
     names = [layer.name for layer in seen.layers]
     loads = [
         {"layer": layer.name, "expert": expert, "share": share}
@@ -454,8 +472,8 @@ def _patches_part(seen: Observation) -> Part:
     layers = [layer for layer in seen.layers if layer.grid is not None]
     return Part(
         "Which patches go to which expert?",
-        "Each patch has the colour and number of the expert that it chose first, the more opaque the surer the router. "
-        "A patch without colour found no place at that expert. Of an ensemble this is the first member."
+        f"Each patch has the colour and number of its first choice, the more opaque the surer the router is."
+        f"{_colourless(layers)}{_whose_patches(layers)}"
         if layers
         else "The rows of these layers are not patches of an image.",
         routes={
@@ -477,6 +495,19 @@ def _patches_part(seen: Observation) -> Part:
             ],
         },
     )
+
+
+def _colourless(layers: Sequence[LayerObservation]) -> str:
+    if not any((layer.expert_SP == layer.experts).any() for layer in layers):
+        return ""
+    one = all(layer.top_k == 1 for layer in layers)
+    which = "its only choice" if one else f"the first of its {max(layer.top_k for layer in layers)} choices"
+    return f" Of a patch without colour, {which} found no place and was dropped."
+
+
+def _whose_patches(layers: Sequence[LayerObservation]) -> str:
+    members = max(layer.members for layer in layers)
+    return f" The model has {members} members inside; these are the choices of the first one." if members > 1 else ""
 
 
 def _surest_part(seen: Observation) -> list[Part]:
@@ -522,14 +553,12 @@ def _entropy_part(layers: Sequence[LayerObservation]) -> list[Part]:
     if not rows:
         return []
     chart = charts.histogram(
-        rows,
-        "entropy",
-        "share",
-        "layer",
-        x_title="entropy of the gates (100 %: all alike)",
-        y_title="share of the tokens",
+        rows, "entropy", "share", "layer", x_title="how undecided the router is", y_title="share of the rows"
     )
-    text = "At 0 % the router is certain of one expert, at 100 % all are alike to it."
+    text = (
+        "At 0 % the router is certain of one expert. At 100 % it finds all experts equally likely. This is the entropy "
+        "of the gates, as a share of the largest that is possible."
+    )
     return [Part("How sure are the routers?", text, chart.to_dict())]
 
 
@@ -549,10 +578,13 @@ def _pairs_part(layers: Sequence[LayerObservation]) -> list[Part]:
         return []
     chart = charts.heatmap(
         rows, "there", "here", "share",
-        x_title="expert in the next layer", y_title="expert", value_title="share of its tokens",
+        x_title="expert in the next layer", y_title="expert", value_title="share of its rows",
         highest=max(row["share"] for row in rows), percent=True,
     )  # fmt: skip
-    text = "Where the tokens of an expert go in the next expert layer. Only first choices are counted."
+    text = (
+        "Take the rows that one expert gets. The chart shows which experts the same rows get in the next expert layer. "
+        "Only first choices count."
+    )
     return [Part("Do experts follow each other?", text, charts.chosen(chart, "pair", "layers", names).to_dict())]
 
 
@@ -574,9 +606,11 @@ def alike_section(alike: Sequence[Likeness]) -> Section | None:
     known = {layer.layer: layer.spread for layer in alike if layer.spread is not None}
     told = "; ".join(f"{name} {value:.3g}" for name, value in known.items())
     text = (
-        "Cosine of two experts' weights, and of their outputs for the same tokens, on average. 1: they are alike. 0: "
-        f"they have nothing in common. Distance of an expert from the mean, over the mean's norm: {told}."
+        "The chart compares two experts by the cosine of their weights, or of their outputs on the same rows. 1 means "
+        "that they are the same, 0 that they have nothing to do with each other."
     )
+    if told:
+        text += f" Distance of the experts from their mean: {told}. {MEASURED}"
     return Section(
         "alike",
         "How alike are the experts?",
@@ -590,9 +624,9 @@ def classifier_section(observations: dict[str, Observation]) -> Section:
     table = [["", *observations]]
     for name, (label, layout) in LABELS.items():
         cells = [layout.format(seen.figures[name]) if name in seen.figures else "" for seen in observations.values()]
-        if name == "error":
-            table += [["top-1 accuracy", *(f"{1 - seen.figures[name]:.2%}" for seen in observations.values())]]
         table += [[label, *cells]] if any(cells) else []
+        if name == "error":
+            table.append(["top-1 accuracy", *(f"{1 - seen.figures[name]:.2%}" for seen in observations.values())])
     section.parts.append(Part("The figures", "As timm-moe evaluate measures them.", table=table))
     reliable = [row for name, seen in observations.items() for row in _reliability(name, seen)]
     sure = " ".join(_over_confident(name, seen, len(observations) > 1) for name, seen in observations.items())
