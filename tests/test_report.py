@@ -213,6 +213,9 @@ def test_dead_experts_are_named():
         "None: the least chosen expert of all layers has 80% of an even share. This counts 100 choices. None of them "
         "was dropped."
     )
+    by_image = layer_of([30, 20, 25, 25])
+    by_image.by_image = True
+    assert "This counts 1 choices." in routing_section(seen_as([by_image])).parts[0].text
     assert routing_section(seen_as([])) is None
 
 

@@ -435,8 +435,13 @@ def _dead(layers: Sequence[LayerObservation]) -> str:
     return f"None: the least chosen expert of all layers has {least:.0%} of an even share.{told}"
 
 
+def _choices(layer: LayerObservation) -> int:
+    """Of all images; where the rows of an image go together they are one choice."""
+    return len(layer.count_IE) * layer.top_k * layer.members if layer.by_image else int(layer.count_IE.sum())
+
+
 def _dropped(layers: Sequence[LayerObservation]) -> str:
-    choices = sum(int(layer.count_IE.sum()) for layer in layers)
+    choices = sum(_choices(layer) for layer in layers)
     dropped = sum(layer.dropped for layer in layers)
     if not dropped:
         return f"This counts {choices:,} choices. None of them was dropped."
