@@ -1,6 +1,7 @@
 """Shared by all tests: models small enough to train in a second, and one thread so that results repeat."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -77,3 +78,21 @@ def dense_vit():
 @pytest.fixture
 def images():
     return torch.randn(6, 3, 32, 32)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium without a window; its log and its requests can be asked for."""
+    chromium, chromedriver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("There is no Chromium here: apt install chromium chromium-driver.")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1300,1000"):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    yield driver
+    driver.quit()

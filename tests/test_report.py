@@ -1,7 +1,6 @@
 """The report: what it says against what is so, and the page in a real browser."""
 
 import json
-import shutil
 import sys
 
 import numpy as np
@@ -36,7 +35,6 @@ from timm_moe_cli import main
 HERE = Inference(batch_size=7, workers=0, device="cpu")
 #: A folder may have any name.
 CLASSES = ["apple", "baby", "<script><b>chair", "dolphin", 'elephant "grey"']
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -482,22 +480,6 @@ return [...document.querySelectorAll(".part *")]
   .filter((inner) => out(inner.getBoundingClientRect(), inner.closest(".part").getBoundingClientRect()))
   .map((inner) => inner.outerHTML.slice(0, 150));
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None or shutil.which("chromedriver") is None:
-        pytest.skip("There is no Chromium here: apt install chromium chromium-driver.")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
 
 
 def opened(browser, report, width=1200):

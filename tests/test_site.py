@@ -4,7 +4,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -19,7 +18,6 @@ from timm_moe_cli import parser
 pytestmark = [pytest.mark.ci]
 
 ROOT = Path(__file__).parents[1]
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 START = "index.html"
 #: The address under which a tag asks for something as the page opens.
 ASKED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "object": "data", "link": "href"}
@@ -140,23 +138,6 @@ def test_a_notebook_becomes_a_page():
     assert blocks[:2] == ["# One\n[EWA](../ewa.md)", "~~~python\nprint()\nplot()\n~~~"]
     assert blocks[2:4] == ["~~~text\ntwo\nthree\n~~~", "![output](data:image/png;base64,AAAA)"]
     assert blocks[4:] == ["~~~text\n4\n~~~", "~~~text\nValueError: five\n~~~"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None or shutil.which("chromedriver") is None:
-        pytest.skip("There is no Chromium here: apt install chromium chromium-driver.")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.add_argument("--window-size=1300,1000")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
 
 
 def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_everywhere(browser, folder, pages):
