@@ -203,17 +203,20 @@ def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
 def test_dead_experts_are_named():
     told = routing_section(seen_as([layer_of([50, 1, 49, 0], dropped=7)])).parts[0].text
     assert told == (
-        "Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. This counts 100 choices, before "
-        "capacities. 7 of them found no place and were dropped."
+        "Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. This counts 100 choices in evaluation. 7 "
+        "of them found no place and were dropped."
     )
     told = routing_section(seen_as([layer_of([30, 20, 25, 25])])).parts[0].text
     assert told == (
-        "None: the least chosen expert of all layers has 80% of an even share. This counts 100 choices. None of them "
-        "was dropped."
+        "None has less than a tenth of an even share. The least chosen, expert 1 of blocks.1.mlp, has 80% of it. This "
+        "counts 100 choices in evaluation. None of them was dropped."
     )
+    members = layer_of([30, 20, 25, 25])
+    members.members = 2
+    assert "gets 50% at most" in routing_section(seen_as([members])).parts[1].text
     by_image = layer_of([30, 20, 25, 25])
     by_image.by_image = True
-    assert "This counts 1 choices." in routing_section(seen_as([by_image])).parts[0].text
+    assert "This counts 1 choices in" in routing_section(seen_as([by_image])).parts[0].text
     assert routing_section(seen_as([])) is None
 
 
@@ -267,6 +270,8 @@ def test_members_shared_experts_and_ema_are_named():
     assert ["members", "2; member 1 has experts 0 to 1, member 2 has experts 2 to 3"] in size.table
     assert "a shared expert, which every token passes through, in blocks." in told("vimoe_s14_shared")[0].text
     assert "shared expert" not in told("vimoe_s14")[0].text
+    assert "No router chooses" in told("vit_tiny_ewa_moe")[0].text
+    assert "No router chooses" not in told("vit_tiny_moe")[0].text
     origin = told("vit_tiny_moe", History("last.pth.tar", ema=True))[-1]
     assert ["weights", "the EMA weights of the checkpoint"] in origin.table
 
@@ -337,6 +342,7 @@ def test_without_averaging_there_is_no_verdict(tmp_path):
         parts = parts_of(tmp_path)
         assert "Did the experts come together?" not in parts
         assert told in parts["How far apart are the experts in training?"].text
+        assert parts["How far apart are the experts in training?"].text.startswith("Their distance hardly changed.")
 
 
 def test_a_run_that_diverged_has_a_report(tmp_path):

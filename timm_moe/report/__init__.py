@@ -115,7 +115,7 @@ def _run_folder(source: Source) -> Path | None:
 
 
 def _subtitle(names: Sequence[str], images: ImageDataset) -> str:
-    return f"{', '.join(names)} on {len(images):,} images"
+    return f"{', '.join(names)} on {len(images):,} images of {len(class_names(images)):,} classes"
 
 
 def _write(output_dir: Path, text: str) -> Path:

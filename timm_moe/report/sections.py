@@ -19,7 +19,7 @@ from ..checkpoints.history import History
 from ..convert.blocks import moe_layers
 from ..convert.find import ffn_paths
 from ..info import ModelInfo
-from ..layers import EnsembleRouter, MoeMlp, SharedExpertMlp
+from ..layers import EnsembleRouter, MoeMlp, RandomPartition, SharedExpertMlp
 from ..model_config import get_pretrained_cfg
 from . import charts
 from .alike import Likeness
@@ -100,7 +100,7 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     parts = [
         Part(
             "Where the experts sit",
-            f"{_sitting(info, boxes)}{_shared(model)}",
+            f"{_sitting(info, boxes)}{_random(model)}{_shared(model)}",
             routes={"kind": "blocks", "blocks": boxes},
         ),
         Part("Size and cost", table=rows),
@@ -128,6 +128,17 @@ def _sitting(info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
     if places > layers:
         text += f" They share {'one expert layer' if layers == 1 else f'{layers} expert layers'}: these are the same."
     return text
+
+
+def _random(model: nn.Module) -> str:
+    """Sentences on experts that no router chooses."""
+    layers = moe_layers(model).values()
+    if not layers or not all(isinstance(layer.routed_by, RandomPartition) for layer in layers):
+        return ""
+    return (
+        " No router chooses: in training each token gets a random expert, so none of them sees some classes more than "
+        "others, and none can die."
+    )
 
 
 def _shared(model: nn.Module) -> str:
@@ -313,7 +324,11 @@ def _spread_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     title = "Did the experts come together?" if averaged else "How far apart are the experts in training?"
     chart = charts.lines(spreads, "epoch", "value", "layer", x_title="epoch", y_title="distance from the mean")
     off = "" if epochs[-1]["share_rate"] is None else " (the share rate was 0)"
-    told = f"{_verdict(spreads)} Averaging was on. " if averaged else f"Nothing averaged the experts{off}. "
+    verdict = _verdict(spreads)
+    if averaged:
+        told = f"{verdict} Averaging was on. "
+    else:
+        told = f"{verdict.replace('They did not: their', 'Their')} Nothing averaged the experts{off}. "
     return [Part(title, f"{told}{_distances(spreads)}", chart.to_dict())]
 
 
@@ -431,8 +446,10 @@ def _dead(layers: Sequence[LayerObservation]) -> str:
     told = f" {_dropped(layers)}"
     if dead:
         return f"Chosen for less than a tenth of an even share: {'; '.join(dead)}.{told}"
-    least = min((layer.load * layer.experts).min().item() for layer in layers)
-    return f"None: the least chosen expert of all layers has {least:.0%} of an even share.{told}"
+    least = min(layers, key=lambda layer: (layer.load * layer.experts).min().item())
+    share = (least.load * least.experts).min().item()
+    which = f"expert {int(least.load.argmin())} of {least.name}"
+    return f"None has less than a tenth of an even share. The least chosen, {which}, has {share:.0%} of it.{told}"
 
 
 def _choices(layer: LayerObservation) -> int:
@@ -444,8 +461,8 @@ def _dropped(layers: Sequence[LayerObservation]) -> str:
     choices = sum(_choices(layer) for layer in layers)
     dropped = sum(layer.dropped for layer in layers)
     if not dropped:
-        return f"This counts {choices:,} choices. None of them was dropped."
-    return f"This counts {choices:,} choices, before capacities. {dropped:,} of them found no place and were dropped."
+        return f"This counts {choices:,} choices in evaluation. None of them was dropped."
+    return f"This counts {choices:,} choices in evaluation. {dropped:,} of them found no place and were dropped."
 
 
 def _classes_part(seen: Observation) -> Part:
@@ -453,7 +470,7 @@ def _classes_part(seen: Observation) -> Part:
     return Part(
         "Which expert sees which class?",
         "Share of a class's choices that fell on each expert, before capacities. Sort by an expert, or find a class by "
-        "its name.",
+        f"its name.{_members_share(seen.layers)}",
         routes={
             "kind": "classes",
             "classes": [seen.classes[label] for label in present],
@@ -467,6 +484,13 @@ def _classes_part(seen: Observation) -> Part:
             ],
         },
     )
+
+
+def _members_share(layers: Sequence[LayerObservation]) -> str:
+    members = max(layer.members for layer in layers)
+    if members == 1:
+        return ""
+    return f" The {members} members together make 100%: an expert that one of them has gets {1 / members:.0%} at most."
 
 
 def _percent(share_CE: Tensor) -> list[list[int]]:
