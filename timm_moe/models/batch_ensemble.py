@@ -3,7 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_arch_pretrained_cfgs,
+    register_model,
+    register_notrace_module,
+)
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
@@ -14,6 +20,8 @@ from .members import MembersMixin
 from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer
 
 __all__ = ["BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
+
+register_notrace_module(BatchEnsembleLinear)  # looks at the batch
 
 
 class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from timm.layers import Attention, Mlp, PatchEmbed
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, unfold
 
@@ -163,6 +164,9 @@ class TokensToTokenEmbed(PatchEmbed):
         if patch_size not in (None, self.patch_size, self.patch_size[0]):
             raise ValueError(f"The patch_size of T2T is fixed at {self.patch_size[0]}, got {patch_size!r}.")
         super().set_input_size(img_size)
+
+
+register_notrace_module(TokensToTokenEmbed)  # looks at the size of the grid
 
 
 class T2TAttention(Attention):
