@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "timm_moe"
 #: From the ground to the roof, as CONTRIBUTING.md draws them.
 FLOORS = (
-    *("files model_config schedules quick_init", "layers", "convert", "info", "distributed"),
+    *("files model_config schedules quick_init colours", "layers", "convert", "info", "distributed"),
     *(
         "callbacks",
         "integrations",

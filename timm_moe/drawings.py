@@ -9,8 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-#: Okabe and Ito's colours, told apart by the colour-blind too, one for each expert.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+from .colours import COLOURS as ALL_COLOURS
+
+#: One for each of four experts.
+COLOURS = ALL_COLOURS[:4]
 GREY, INK, PAPER = "#C9CED4", "#1B1B1B", "#F1F3F5"
 #: Of a panel, in the units in which things are placed.
 WIDTH, HEIGHT = 10.0, 7.0

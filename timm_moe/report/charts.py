@@ -6,8 +6,8 @@ from typing import Any
 
 import altair as alt
 
-#: Okabe and Ito's colours, told apart by the colour-blind too, without black and yellow, which a background may hide.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#A6761D")
+from ..colours import COLOURS
+
 #: Ratio of the largest to the smallest value above which an axis is logarithmic.
 WIDE = 100
 #: Steps of an axis of whole numbers.
