@@ -15,7 +15,7 @@ from selenium import webdriver
 SIZES = {"wide": (1100, 2400), "phone": (390, 2400)}
 
 
-def main(page: Path, folder: Path, report: str = "report", section: str = "routing-0") -> None:
+def main(page: Path, folder: Path, report: str = "report", section: str = "routing") -> None:
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or shutil.which("google-chrome")
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):

@@ -90,7 +90,7 @@ def test_it_sees_what_evaluate_and_routes_do(name, options, data):
         assert torch.equal(layer.count_IE, routes.count_IE)
         assert layer.load.sum().item() == pytest.approx(1)
         assert layer.grid == (4, 4)
-        assert layer.expert_SP.shape == layer.gate_SP.shape == (min(SHOWN, 20), 16)
+        assert layer.expert_SMP.shape == layer.gate_SMP.shape == (min(SHOWN, 20), layer.members, 16)
 
 
 def test_patches_experts_and_pairs_are_those_of_the_routers(data):
@@ -110,8 +110,8 @@ def test_patches_experts_and_pairs_are_those_of_the_routers(data):
         path: (inputs[path] @ layer.router.weight.T).softmax(2) for path, layer in timm_moe.moe_layers(model).items()
     }
     gate_BN, expert_BN = gates[first.name].max(2)
-    assert torch.equal(first.expert_SP, expert_BN[seen.shown, 1:])
-    torch.testing.assert_close(first.gate_SP, gate_BN[seen.shown, 1:], rtol=1e-4, atol=1e-4)
+    assert torch.equal(first.expert_SMP[:, 0], expert_BN[seen.shown, 1:])
+    torch.testing.assert_close(first.gate_SMP[:, 0], gate_BN[seen.shown, 1:], rtol=1e-4, atol=1e-4)
     pairs = torch.zeros(4, 4, dtype=torch.long)
     for here, there in zip(expert_BN.flatten(), gates[second.name].argmax(2).flatten(), strict=True):
         pairs[here, there] += 1
@@ -133,16 +133,21 @@ def test_a_full_expert_does_not_hide_that_the_others_are_idle(data):
     seen = observed(model, data)
     assert seen.layers[0].load.tolist() == [1, 0, 0, 0]
     assert seen.layers[0].dropped > 200
-    assert seen.layers[0].expert_SP.max() == 4  # of a patch that was dropped
+    assert seen.layers[0].expert_SMP.max() == 4  # of a patch that was dropped
     told = routing_section(seen).parts[0].text
     assert "blocks.1.mlp: 1, 2, 3" in told
     assert "of them found no place" in told
 
 
 def test_every_member_of_an_ensemble_has_its_patches(data):
-    layer = observed(make_model("vmoe_pbe_s32", num_experts=4), data).layers[0]
+    seen = observed(make_model("vmoe_pbe_s32", num_experts=4), data)
+    layer = seen.layers[0]
     assert all(layer.surest)
-    assert layer.expert_SP.max() < 2  # of the first member
+    own = [layer.expert_SMP[:, member].unique().tolist() for member in range(2)]
+    assert max(own[0]) < 2 <= min(own[1])
+    shown = routing_section(seen).parts[2].routes["layers"]
+    assert [given["name"] for given in shown[:2]] == [f"{layer.name}, member 1", f"{layer.name}, member 2"]
+    assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
 
 
 def test_experts_that_are_alike_are_called_so(data, ewa_vit):
@@ -173,16 +178,20 @@ def layer_of(load, dropped=0, experts=None):
         name="blocks.1.mlp",
         experts=experts,
         top_k=1,
-        members=1,
         by_image=False,
-        count_IE=torch.tensor([load]),
+        count_IME=torch.tensor([[load]]),
         dropped=dropped,
         entropy=torch.ones(20),
         grid=(2, 2),
-        expert_SP=torch.zeros(1, 4, dtype=torch.long),
-        gate_SP=torch.full((1, 4), 0.5),
+        expert_SMP=torch.zeros(1, 1, 4, dtype=torch.long),
+        gate_SMP=torch.full((1, 1, 4), 0.5),
         surest=[[Patch(0.5, torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] for _ in range(experts)],
     )
+
+
+def with_two_members(layer):
+    layer.count_IME = layer.count_IME.repeat(1, 2, 1)
+    layer.expert_SMP, layer.gate_SMP = layer.expert_SMP.repeat(1, 2, 1), layer.gate_SMP.repeat(1, 2, 1)
 
 
 def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
@@ -212,7 +221,7 @@ def test_dead_experts_are_named():
         "counts 100 choices in evaluation. None of them was dropped."
     )
     members = layer_of([30, 20, 25, 25])
-    members.members = 2
+    with_two_members(members)
     assert "gets 50% at most" in routing_section(seen_as([members])).parts[1].text
     by_image = layer_of([30, 20, 25, 25])
     by_image.by_image = True
@@ -239,6 +248,44 @@ def test_over_confidence_is_told(confidence, predicted, verdict):
     assert parts["Is it as sure as it is right?"].text.startswith(verdict)
 
 
+def preference(counts, labels, name="blocks.1.mlp"):
+    """What the page says of how the classes of so many images are spread over the experts."""
+    layer = layer_of(counts[0])
+    layer.count_IME, layer.name = torch.tensor(counts).unsqueeze(1), name
+    seen = seen_as([layer], [0.9] * len(labels), [0] * len(labels))
+    seen.labels[:] = torch.tensor(labels)
+    return routing_section(seen).parts[1].text
+
+
+def test_how_much_experts_prefer_classes_is_told():
+    labels = [0, 1] * 50
+    told = preference([[9, 0], [0, 9]] * 50, labels)
+    assert told.startswith("Strong preferences. In blocks.1.mlp the class of an image says 100% of which expert is ")
+    assert "The largest share in blocks.1.mlp: expert 0 gets 100% of cat; an even share is 50%." in told
+    assert preference([[8, 1], [1, 8]] * 50, labels).startswith("Strong preferences.")
+    assert preference([[7, 3], [3, 7]] * 50, labels).startswith("Clear preferences.")
+    assert preference([[6, 4], [4, 6]] * 50, labels).startswith("Weak preferences.")
+    assert preference([[5, 4], [5, 4]] * 50, labels).startswith("No preference beyond chance.")
+    assert preference([[9, 0], [9, 0]] * 50, labels).startswith("No preference beyond chance.")  # all on one expert
+    # three images say 58 % of nothing: each has an expert, and one of them a class, to itself
+    assert preference([[9, 0, 0], [0, 9, 0], [0, 0, 9]], [0, 0, 1]).startswith("No preference beyond chance.")
+
+
+def test_the_classs_information_is_the_mutual_information():
+    layer = layer_of([0, 0])
+    layer.count_IME = torch.tensor([[[30, 10]], [[20, 40]]])
+    joint = np.array([[0.3, 0.1], [0.2, 0.4]])
+    own = np.outer(joint.sum(1), joint.sum(0))
+    expert = joint.sum(0)
+    expected = (joint * np.log(joint / own)).sum() / -(expert * np.log(expert)).sum()
+    assert layer.class_information(torch.tensor([0, 1]), 2) == pytest.approx(expected)
+    # of two members with experts of their own, to which the class says all and nothing
+    layer.experts, layer.count_IME = 4, torch.tensor([[[9, 0, 0, 0], [0, 0, 5, 4]], [[0, 9, 0, 0], [0, 0, 5, 4]]])
+    nothing = -(5 / 9 * np.log(5 / 9) + 4 / 9 * np.log(4 / 9))
+    expected = np.log(2) / (np.log(2) + nothing)
+    assert layer.class_information(torch.tensor([0, 1]), 2) == pytest.approx(expected)
+
+
 def test_accuracy_stands_beside_the_error():
     table = classifier_section({"m": seen_as([])}).parts[0].table
     assert [row for row in table if row[0] in ("error", "top-1 accuracy")] == [
@@ -250,15 +297,16 @@ def test_accuracy_stands_beside_the_error():
 @pytest.mark.parametrize(("top_k", "told"), [(1, "its only choice"), (2, "the first of its 2 choices")])
 def test_what_a_patch_without_colour_is(top_k, told):
     layer = layer_of([1, 1])
-    layer.top_k, layer.members = top_k, 2
+    layer.top_k = top_k
+    with_two_members(layer)
     texts = []
     for expert in (0, 2):
-        layer.expert_SP[:] = expert
+        layer.expert_SMP[:] = expert
         (part,) = [part for part in routing_section(seen_as([layer])).parts if "patches go" in part.title]
         texts.append(part.text)
     assert "without colour" not in texts[0]
     assert f"Of a patch without colour, {told} found no place and was dropped." in texts[1]
-    assert all("these are the choices of the first one" in text for text in texts)
+    assert all("the list has each one's choices" in text for text in texts)
 
 
 def test_members_shared_experts_and_ema_are_named():
@@ -271,7 +319,12 @@ def test_members_shared_experts_and_ema_are_named():
     assert "a shared expert, which every token passes through, in blocks." in told("vimoe_s14_shared")[0].text
     assert "shared expert" not in told("vimoe_s14")[0].text
     assert "No router chooses" in told("vit_tiny_ewa_moe")[0].text
-    assert "No router chooses" not in told("vit_tiny_moe")[0].text
+    assert "A router chooses one expert for each token." in told("vit_tiny_moe", top_k=1)[0].text
+    assert "A router chooses 2 experts for each token." in told("vmoe_s32", top_k=2)[0].text
+    assert "for each image; all of its tokens go there" in told("vimoe_s14")[0].text
+    assert "learned weights fuse" in told("vit_tiny_ewa_moe", router="fused")[0].text
+    assert "an ensemble of 2 members in one" in told("vmoe_pbe_s32", num_experts=4)[0].text
+    assert "no expert layers" in told("vit_be_s32")[0].text
     origin = told("vit_tiny_moe", History("last.pth.tar", ema=True))[-1]
     assert ["weights", "the EMA weights of the checkpoint"] in origin.table
 
@@ -305,6 +358,20 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
         run_section(tmp_path)
+
+
+def test_what_the_routers_did_in_training_is_told(tmp_path):
+    loads = [[0.3, 0.3, 0.4], [0.02, 0.48, 0.5]]
+    layers = [{"spread": 1.0, "losses": {"balance": 1.1}, "load": load, "dropped": 0.25} for load in loads]
+    epochs = [{"epoch": epoch, "share_rate": None, "layers": {"a": layer}} for epoch, layer in enumerate(layers)]
+    (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
+    parts = parts_of(tmp_path)
+    told = parts["Is every expert used in training?"].text
+    assert told.startswith("In the last epoch, 1, these had less than a tenth of an even share: expert 0 of a.")
+    assert "up to 25.0% of a layer's choices were dropped" in parts["How many choices found no place?"].text
+    (tmp_path / FILE).write_text(json.dumps({"epochs": epochs[:1]}))
+    told = parts_of(tmp_path)["Is every expert used in training?"].text
+    assert told.startswith("In the last epoch, 0, none had less than a tenth of an even share.")
 
 
 def parts_of(folder):
@@ -358,7 +425,7 @@ def test_a_run_that_diverged_has_a_report(tmp_path):
     told = f"The evaluation loss was lowest in the last epoch, 5: 1.5. Left out: epochs 6 to 7 and 9, {lost}"
     assert parts["Does the loss still fall?"].text == told
     assert parts["How accurate was it in each epoch?"].text == f"Left out: epochs 5 to 7, {lost}"
-    assert parts["What did the routers' losses do?"].text == f"Left out: epoch 1, {lost}"
+    assert parts["What did the routers' losses do?"].text.endswith(f"1 for balance. Left out: epoch 1, {lost}")
     (tmp_path / "summary.csv").write_text("epoch,train_loss\n0,nan\n")
     assert parts_of(tmp_path)["Does the loss still fall?"].chart is None
     (tmp_path / "summary.csv").write_bytes(b"epoch\xff")
@@ -411,10 +478,10 @@ def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
     for number in range(12):
         layer = layer_of([0], experts=32)
         layer.name = f"blocks.{number}.mlp"
-        layer.count_IE = torch.randint(50, (2000, 32), generator=generator)
+        layer.count_IME = torch.randint(50, (2000, 1, 32), generator=generator)
         layer.grid = (14, 14)
-        layer.expert_SP = torch.randint(32, (SHOWN, 196), generator=generator)
-        layer.gate_SP = torch.rand(SHOWN, 196, generator=generator)
+        layer.expert_SMP = torch.randint(32, (SHOWN, 1, 196), generator=generator)
+        layer.gate_SMP = torch.rand(SHOWN, 1, 196, generator=generator)
         layer.next_EE = torch.randint(99, (32, 32), generator=generator) if number < 11 else None
         layer.surest = [
             [
@@ -430,7 +497,7 @@ def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
     seen = Observation(
         **{**vars(seen), "shown_pixels": torch.randint(256, (SHOWN, 3, 224, 224), generator=generator).byte()}
     )
-    text = page("Title", "", [("", [routing_section(seen), classifier_section({"m": seen})])])
+    text = page("Title", "", [{"": routing_section(seen)}, {"": classifier_section({"m": seen})}])
     assert len(text) < 10 * 2**20
 
 
@@ -462,8 +529,10 @@ def test_the_command(data, tmp_path, capsys, monkeypatch):
     assert main(["report", *sources, *options, str(tmp_path / "out")]) == 0
     assert "open it in a browser" in capsys.readouterr().out
     text = (tmp_path / "out/index.html").read_text()
-    for name in ("a.safetensors", "b.safetensors", "all models"):
-        assert f"<h2>{name}</h2>" in text
+    for name in ("a.safetensors", "b.safetensors"):
+        assert f"<h4>{name}</h4>" in text
+    assert "<h1>What the experts do: vit_tiny_moe</h1>" in text
+    assert f"on 20 images of 5 classes in {data.name}/val" in text
     assert main(["report", sources[0], str(tmp_path / "out"), *options]) == 1
     assert "index.html exists; pass --overwrite" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -505,11 +574,10 @@ def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, wid
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    headings = [heading.text for heading in find("h3")]
-    assert headings == [
-        *("The model", "Who goes where", "How alike are the experts?"),
-        *("The model", "Who goes where", "How alike are the experts?", "The classifier"),
-    ]
+    headings = [heading.text for heading in find("h2")]
+    assert headings == ["The model", "Who goes where", "How alike are the experts?", "The classifier"]
+    left, right = (figure.rect for figure in find("#routing-2 figure"))
+    assert (left["y"] == right["y"]) == (left["x"] != right["x"]) == (width > 1000)  # side by side where there is room
     labels = [label.get_attribute("textContent") for label in find(".role-axis-label text")]
     assert labels
     assert not any("e+" in label for label in labels)
@@ -527,7 +595,7 @@ def test_tables_are_sorted_and_searched_and_layers_chosen_by_keyboard(browser, r
     from selenium.webdriver.support.ui import Select
 
     find = opened(browser, report)
-    table = "#routing-0-2 "
+    table = "#routing-2-1 "
 
     def column(number):
         return [int(row.find_elements("css selector", "td")[number].text) for row in find(table + "tbody tr")]
@@ -538,12 +606,15 @@ def test_tables_are_sorted_and_searched_and_layers_chosen_by_keyboard(browser, r
         assert column(expert) == sorted(column(expert), reverse=True)
         assert find(table + "thead th")[expert + 1].get_attribute("aria-sort") == "descending"
         assert browser.switch_to.active_element.text == str(expert)
+        browser.switch_to.active_element.send_keys(Keys.ENTER)
+        assert column(expert) == sorted(column(expert))
+        assert find(table + "thead th")[expert + 1].get_attribute("aria-sort") == "ascending"
     shown = [row.text for row in find(table + "tbody tr")]
     Select(find(table + "select")[0]).select_by_index(0)
     assert [row.text for row in find(table + "tbody tr")] != shown
     find(table + "input")[0].send_keys("DOL")
     assert [row.text for row in find(table + "tbody th")] == ["dolphin"]
-    patches = "#routing-0-3 "
+    patches = "#routing-3-1 "
 
     def colours():
         return [mark.get_attribute("fill") for mark in find(patches + "rect")]

@@ -70,20 +70,34 @@ def write_report(
     runs = _runs(sources, images)  # before the long part: a file may be damaged
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = _distinct([describe_source(source) for source in sources])
-    groups, observations = [], {}
-    for name, source, run, model in zip(names, sources, runs, models, strict=True):
+    observations, alike = {}, {}
+    for name, model in zip(names, models, strict=True):
         _logger.info("%s: running it on %s images ...", name, f"{len(images):,}")
         observations[name] = observe(model, name, images, ood_images, inference)
-        alike = likeness(model, images, inference)
-        sections = [
-            _model_section(source, model, use_ema),
-            run,
-            routing_section(observations[name]),
-            alike_section(alike),
-        ]
-        groups.append((name if len(sources) > 1 else "", [section for section in sections if section is not None]))
-    groups.append(("all models" if len(sources) > 1 else "", [classifier_section(observations)]))
-    return _write(Path(output_dir), page("What the experts do", _subtitle(names, images), groups))
+        alike[name] = likeness(model, images, inference)
+    sections: list[Sequence[Section | None]] = [
+        [_model_section(source, model, use_ema) for source, model in zip(sources, models, strict=True)],
+        runs,
+        [routing_section(seen) for seen in observations.values()],
+        [alike_section(layers) for layers in alike.values()],
+    ]
+    text = page(
+        f"What the experts do: {_titles(models)}",
+        _subtitle(names, images),
+        [*(_of_models(names, of_one_kind) for of_one_kind in sections), {"": classifier_section(observations)}],
+    )
+    return _write(Path(output_dir), text)
+
+
+def _of_models(names: Sequence[str], sections: Sequence[Section | None]) -> dict[str, Section]:
+    """Sections by the names of their models; one model alone needs no name."""
+    shown = names if len(names) > 1 else [""]
+    return {name: section for name, section in zip(shown, sections, strict=True) if section is not None}
+
+
+def _titles(models: Sequence[nn.Module]) -> str:
+    """Registered names, each once."""
+    return ", ".join(dict.fromkeys(origin_of(model) for model in models))
 
 
 def _runs(sources: Sequence[Source], images: ImageDataset) -> list[Section | None]:
@@ -115,7 +129,8 @@ def _run_folder(source: Source) -> Path | None:
 
 
 def _subtitle(names: Sequence[str], images: ImageDataset) -> str:
-    return f"{', '.join(names)} on {len(images):,} images of {len(class_names(images)):,} classes"
+    folder = "/".join(Path(images.reader.root).parts[-2:])
+    return f"{', '.join(names)} on {len(images):,} images of {len(class_names(images)):,} classes in {folder}"
 
 
 def _write(output_dir: Path, text: str) -> Path:

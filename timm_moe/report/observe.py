@@ -1,6 +1,7 @@
 """One pass of a classifier over a folder of images: what it predicts, and what its routers decide.
 
-Shape suffixes: I images, S images that are shown, N rows of an image in a layer, P patches, E experts, C classes.
+Shape suffixes: I images, S images that are shown, N rows of an image in a layer, P patches, E experts, C classes,
+M members of an ensemble inside one model (1 without).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,16 +53,14 @@ class LayerObservation:
         name: of the expert layer; of one that is called several times in a forward, with the number of the call.
         experts: E.
         top_k: choices of a row.
-        members: of an ensemble inside one model, for each of which the layer sees the image once.
         by_image: whether all rows of an image go together.
-        count_IE: choices of each image's rows for each expert, before capacities.
+        count_IME: choices of each image's rows for each expert, before capacities.
         dropped: number of choices that found no place.
         entropy: (ENTROPY_BINS,) number of rows by the entropy of their router's probabilities over its maximum; None of
             a router without them.
         grid: rows and columns of the patches; None where the rows are not those of patches.
-        expert_SP: first choice of each patch of the images that are shown, E for one that was dropped; of an ensemble
-            inside one model, those of its first member.
-        gate_SP: how likely the router finds it.
+        expert_SMP: first choice of each patch of the images that are shown, E for one that was dropped.
+        gate_SMP: how likely the router finds it.
         surest: of each expert the patches with the largest gates.
         next_EE: rows by their first choices here and in the next layer; None of the last one.
     """
@@ -69,16 +68,25 @@ class LayerObservation:
     name: str
     experts: int
     top_k: int
-    members: int
     by_image: bool
-    count_IE: Tensor
+    count_IME: Tensor
     dropped: int
     entropy: Tensor | None
     grid: tuple[int, int] | None
-    expert_SP: Tensor
-    gate_SP: Tensor
+    expert_SMP: Tensor
+    gate_SMP: Tensor
     surest: list[list[Patch]]
     next_EE: Tensor | None = None
+
+    @property
+    def members(self) -> int:
+        """M, for each of which the layer sees an image once."""
+        return self.count_IME.shape[1]
+
+    @property
+    def count_IE(self) -> Tensor:
+        """Choices of all members."""
+        return self.count_IME.sum(1)
 
     @property
     def load(self) -> Tensor:
@@ -88,8 +96,23 @@ class LayerObservation:
 
     def share_CE(self, labels: Tensor, classes: int) -> Tensor:
         """Share of each class's choices that fell on each expert."""
-        count_CE = torch.zeros(classes, self.experts, dtype=torch.double).index_add_(0, labels, self.count_IE.double())
+        count_CE = self._count_MCE(labels, classes).sum(0)
         return count_CE / count_CE.sum(1, keepdim=True).clamp(min=1)
+
+    def class_information(self, labels: Tensor, classes: int) -> float:
+        """How much the class of an image says about the expert, from 0 to 1.
+
+        I(class; expert) / H(expert), of an ensemble inside one model for a known member.
+        """
+        joint_MCE = self._count_MCE(labels, classes)
+        joint_MCE /= joint_MCE.sum((1, 2), keepdim=True).clamp(min=1)
+        entropy = _entropy(joint_MCE.sum(1))
+        information = entropy + _entropy(joint_MCE.sum(2)) - _entropy(joint_MCE)
+        return information / entropy if entropy > 0 else 0.0
+
+    def _count_MCE(self, labels: Tensor, classes: int) -> Tensor:
+        count_MCE = torch.zeros(self.members, classes, self.experts, dtype=torch.double)
+        return count_MCE.index_add_(1, labels, self.count_IME.transpose(0, 1).double())
 
 
 @dataclass(frozen=True)
@@ -222,12 +245,13 @@ class _Watcher:
         kept_BNK = routing.experts().reshape(batch, -1, routing.place.shape[1])
         dropped = int((kept_BNK == layer.num_experts).sum())
         chosen_BNK = _choices(layer, x).reshape(kept_BNK.shape) if dropped else kept_BNK
-        count_BE = chosen_BNK.new_zeros(batch, layer.num_experts + 1)
-        count_BE.scatter_add_(1, chosen_BNK.flatten(1), torch.ones_like(chosen_BNK).flatten(1))
         first_BN = chosen_BNK[..., 0]
         probability = layer.routed_by.probabilities(x)
         gate_BN = _gates(probability, routing).reshape(batch, -1)
         copies = len(x) // batch  # of an ensemble inside one model
+        chosen_BMR = chosen_BNK.reshape(batch, copies, -1)
+        count_BME = chosen_BMR.new_zeros(batch, copies, layer.num_experts + 1)
+        count_BME.scatter_add_(2, chosen_BMR, torch.ones_like(chosen_BMR))
         rows = first_BN.shape[1] // copies
         grid = _grid(self._model, x, rows, pixels.shape[2:])
         patches = slice(rows - grid[0] * grid[1], rows) if grid else slice(0)
@@ -240,14 +264,13 @@ class _Watcher:
             name,
             layer.num_experts,
             kept_BNK.shape[2],
-            copies,
             by_image,
-            count_BE[:, :-1].int().cpu(),
+            count_BME[..., :-1].int().cpu(),
             dropped,
             None if probability is None else _entropies(probability),
             grid,
-            kept_BMP[shown, 0],
-            gate_BMP[shown, 0],
+            kept_BMP[shown],
+            gate_BMP[shown],
             [
                 _surest(expert, first_BMP, gate_BMP, grid, pixels, labels, by_image)
                 for expert in range(layer.num_experts)
@@ -270,17 +293,20 @@ def _joined(parts: Sequence[LayerObservation]) -> LayerObservation:
         first.name,
         first.experts,
         first.top_k,
-        first.members,
         first.by_image,
-        torch.cat([part.count_IE for part in parts]),
+        torch.cat([part.count_IME for part in parts]),
         sum(part.dropped for part in parts),
         _sum([part.entropy for part in parts]),
         first.grid,
-        torch.cat([part.expert_SP for part in parts]),
-        torch.cat([part.gate_SP for part in parts]),
+        torch.cat([part.expert_SMP for part in parts]),
+        torch.cat([part.gate_SMP for part in parts]),
         surest,
         _sum([part.next_EE for part in parts]),
     )
+
+
+def _entropy(probability: Tensor) -> float:
+    return torch.special.entr(probability).sum().item()
 
 
 def _sum(tensors: Sequence[Tensor | None]) -> Tensor | None:

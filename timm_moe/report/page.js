@@ -30,16 +30,18 @@ function classTable(place, data, title) {
   const body = element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title });
   const search = element("input", { type: "search", "aria-label": "find a class" });
   search.placeholder = "find a class";
-  let layer, sorted = -1;
+  let layer, sorted = -1, upwards = false;
 
+  function sort(column, up) { sorted = column; upwards = up; }
   function order() {
     const found = data.classes.map((name, index) => index).filter((index) => data.classes[index].toLowerCase().includes(search.value.toLowerCase()));
-    return sorted < 0 ? found : found.sort((a, b) => layer.share[b][sorted] - layer.share[a][sorted]);
+    if (sorted >= 0) found.sort((a, b) => layer.share[b][sorted] - layer.share[a][sorted]);
+    return upwards === (sorted >= 0) ? found.reverse() : found;
   }
   function head(label, column) {
     const button = element("button", { type: "button" }, label);
-    button.addEventListener("click", () => { sorted = column; draw(layer); body.querySelectorAll("thead button")[column + 1].focus(); });
-    return element("th", { scope: "col", "aria-sort": sorted === column ? (column < 0 ? "ascending" : "descending") : "none" }, button);
+    button.addEventListener("click", () => { sort(column, column === sorted ? !upwards : column < 0); draw(layer); body.querySelectorAll("thead button")[column + 1].focus(); });
+    return element("th", { scope: "col", "aria-sort": sorted === column ? (upwards ? "ascending" : "descending") : "none" }, button);
   }
   function cell(share) {
     const made = element("td", {}, String(share));
@@ -54,7 +56,7 @@ function classTable(place, data, title) {
       element("caption", {}, `Share in percent; an even share is ${layer.even.toFixed(1)}.`),
       element("thead", {}, element("tr", {}, head("class", -1), ...experts)), element("tbody", {}, ...rows)));
   }
-  const choice = layerChoice(data.layers, (chosen) => { sorted = -1; draw(chosen); });
+  const choice = layerChoice(data.layers, (chosen) => { sort(-1, true); draw(chosen); });
   search.addEventListener("input", () => draw(layer));
   place.append(element("div", { class: "controls" }, choice, search), body);
 }
