@@ -96,6 +96,7 @@ CALLBACKS: dict[str, Callable[[str], None]] = {
     "lr_divided": lr_divided,
     "only_fusion": _with_model(_freeze_all_but_fusion),
     "rate_by_depth": _with_model(candidates.rate_by_depth),
+    "whole_images": _with_model(candidates.whole_images),
     **{name: _with_model(functools.partial(candidates.follow, name)) for name in candidates.CANDIDATES},
 }
 

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from timm_moe import moe_layers
+from timm_moe.layers import RandomPartition, Routing
 from timm_moe.schedules import SCHEDULES
 
 
@@ -39,3 +41,26 @@ def rate_by_depth(model: nn.Module) -> None:
     layers = list(moe_layers(model).values())
     for number, layer in enumerate(layers, start=1):
         layer.share_rate = layer.share_rate * number / len(layers)  # type: ignore[operator, assignment]
+
+
+class ImagePartition(RandomPartition):
+    """Partition of the images over the experts, as equal as may be: all rows of an image go to one expert.
+
+    So each expert sees images, crops and augmentations of its own.
+    """
+
+    routing_unit = "image"
+
+    def forward(self, x: Tensor) -> Routing:
+        """Partition the images of x of shape (B, N, D)."""
+        of_images = super().forward(x[:, 0])
+        rows = x.shape[1]
+        row = torch.arange(rows, device=x.device)
+        order, place = ((index.view(-1, 1) * rows + row).flatten() for index in (of_images.order, of_images.place))
+        return Routing(order, of_images.ends * rows, place.unsqueeze(1), None)
+
+
+def whole_images(model: nn.Module) -> None:
+    """An image's rows all go to one expert."""
+    for layer in moe_layers(model).values():
+        layer.router = ImagePartition(layer.num_experts)

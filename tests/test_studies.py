@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 pytest.importorskip("scipy")
@@ -436,6 +438,29 @@ def test_candidates_average_as_they_say():
     averaged = [step for step in range(1, 101) if candidates.cyclic(step / 100, 0.3)]
     assert len(averaged) in range(1, 12)
     assert averaged[-1] == 100
+
+
+@given(images=st.integers(1, 13), rows=st.integers(1, 6), experts=st.integers(1, 5))
+def test_whole_images_are_partitioned(images, rows, experts):
+    routing = candidates.ImagePartition(experts)(torch.zeros(images, rows, 3))
+    assert torch.equal(routing.order[routing.place.squeeze(1)], torch.arange(images * rows))
+    expert_BN = routing.experts().view(images, rows)
+    assert (expert_BN == expert_BN[:, :1]).all()
+    parts = expert_BN[:, 0].bincount(minlength=experts)
+    assert parts.max() - parts.min() <= 1
+
+
+def test_each_image_is_one_experts():
+    model = timm.create_model("vit_tiny_ewa_moe", depth=2, embed_dim=24, num_heads=2, num_experts=3).train()
+    candidates.whole_images(model)
+    (layer,) = moe_layers(model).values()
+    for _, stacked in layer.named_expert_parameters():
+        torch.nn.init.normal_(stacked)
+    x = torch.randn(6, 4, 24)
+    outputs_E = torch.stack([expert(x) for expert in layer.each()])
+    alike_EB = (outputs_E - layer(x)).abs().amax((2, 3)) < 1e-4
+    assert (alike_EB.sum(0) == 1).all()
+    assert (alike_EB.sum(1) == 2).all()
 
 
 def test_cifar_is_written_as_folders(tmp_path):

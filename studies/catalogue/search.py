@@ -35,6 +35,11 @@ STUDY = Study(
                 Arm("annealed", candidate("annealed", callback="annealed")),
                 Arm("last tenth, begin alike", candidate("last", SAME, callback="last")),
                 Arm("linear, rate by depth", candidate("by-depth", callback="rate_by_depth")),
+                Arm("linear, parts of whole images", candidate("whole-images", callback="whole_images")),
+                Arm(
+                    "constant, begin alike, learning rate of the experts x 4",
+                    candidate("fast-experts", SAME, "share_schedule=constant", callback="lr_divided=every-2/0.25"),
+                ),
                 Arm("linear, every block", candidate("every-1", "moe_layers=every-1")),
                 Arm("fused, 0.75 of a common expert", candidate("common", "router=fused", "common_share=0.75")),
             ),
