@@ -166,9 +166,17 @@ class Run:
         epochs = [
             int(line.partition(",")[0]) + 1 for line in lines if line[:1].isdigit()
         ]  # a resumed run has two heads
+        return max(epochs, default=0) / self._epochs()
+
+    def images_to_see(self) -> int:
+        """Epochs times training images: how long the run is, about."""
+        images = sum(1 for _ in (self.place.root / self.training.images / "train").glob("*/*"))
+        return self._epochs() * images
+
+    def _epochs(self) -> int:
         options = [*self.size.options, *self.training.options]
         last = len(options) - 1 - options[::-1].index("--epochs")
-        return max(epochs, default=0) / int(options[last + 1])
+        return int(options[last + 1])
 
     def _result(self, arm: Arm) -> Path:
         return self.folder / f"{slug(arm.name)}.json"

@@ -59,24 +59,29 @@ def _outcome(future: Future[None], run: Run) -> list[str]:
 
 
 class _Clock:
-    """Says what is done and how long the rest takes, by the progress since it was made."""
+    """Says what is done and how long the rest takes, by the images that trainings saw since it was made."""
 
     def __init__(self, runs: Sequence[Run], jobs: int, missing: int):
         self._total, self._done, self._jobs = len(runs), len(runs) - missing, jobs
         self._start = time.monotonic()
+        self._images = {run: run.images_to_see() for run in runs}
         self._before = {run: run.progress() for run in runs}
-        self._worked = 0.0  # runs' worth of epochs since the start
+        self._worked = 0.0  # images since the start
 
     def see(self, run: Run, is_done: bool) -> None:
         self._done += is_done
-        self._worked += 1 - self._before[run]
+        self._worked += self._seen(run, 1)
 
     def tell(self, running: Sequence[Run]) -> None:
-        worked = self._worked + sum(run.progress() - self._before[run] for run in running)
-        left = sum(1 - before for before in self._before.values()) - worked
+        worked = self._worked + sum(self._seen(run, run.progress()) for run in running)
+        left = sum(self._seen(run, 1) for run in self._before) - worked
         rest = f", about {_hours((time.monotonic() - self._start) / worked * left)} left" if worked > 0 else ""
         now = "; now " + ", ".join(f"{run.name} ({run.progress():.0%})" for run in running) if running else ""
         print(f"{self._done} of {self._total} runs done{rest}{now}", file=sys.stderr, flush=True)
+
+    def _seen(self, run: Run, progress: float) -> float:
+        """Images from where it stood to a point of its progress."""
+        return (progress - self._before[run]) * self._images[run]
 
 
 def _hours(seconds: float) -> str:

@@ -27,7 +27,7 @@ from studies.deploy import Export
 from studies.latest_average import average
 from studies.measure import Evaluation
 from studies.runs import Place, Run
-from studies.scheduler import work_off
+from studies.scheduler import _Clock, work_off
 from studies.statistics import NOT_TOLD_APART, paired, standard_error
 from studies.study import Arm, Images, Size, Study, Training, Use
 from timm_moe import ExpertWeightAveraging, moe_layers
@@ -438,6 +438,19 @@ def test_candidates_average_as_they_say():
     averaged = [step for step in range(1, 101) if candidates.cyclic(step / 100, 0.3)]
     assert len(averaged) in range(1, 12)
     assert averaged[-1] == 100
+
+
+def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
+    long = replace(DENSE, name="long", options=("--epochs", "6"))
+    runs = make_runs(small_study(Arm("dense", DENSE), Arm("long", long)), folder)
+    short, longer = (run.images_to_see() for run in runs)
+    assert longer == 2 * short == 96
+    now = iter([0.0, 60.0])
+    monkeypatch.setattr("studies.scheduler.time.monotonic", lambda: next(now))
+    clock = _Clock(runs, 1, len(runs))
+    clock.see(runs[0], is_done=True)
+    clock.tell([])
+    assert "1 of 2 runs done, about 2 min left" in capfd.readouterr().err
 
 
 @given(images=st.integers(1, 13), rows=st.integers(1, 6), experts=st.integers(1, 5))
