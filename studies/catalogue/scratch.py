@@ -48,10 +48,10 @@ ARMS = (
 )
 
 READING = (
-    "Three of five seeds so far. EWA is not told apart from dense training, nor are EMA, LAWA and ExFusion. Experts that "
-    "are never averaged lose half a point to one and a half. With the linear share rate the experts' distance from their "
-    "mean falls from 0.25 to 0.04 within the second of 30 epochs (`experts.json`). From then on EWA is nearly dense "
-    "training."
+    "Three of five seeds so far. No arm beats dense training. EWA, EMA, LAWA and ExFusion are not told apart from it; "
+    "Switch EMA and two ways of gathering experts that were never averaged are worse. With the linear share rate the "
+    "experts' distance from their mean falls from 0.25 to 0.04 within the second of 30 epochs (`experts.json`). From "
+    "then on EWA is nearly dense training."
 )
 
 STUDY = Study(
