@@ -42,19 +42,24 @@ def on_files(files, config):
     return files
 
 
-def on_page_markdown(markdown, page, **_):
-    """Links lead to where their file stands in the site; one that leaves the site stays, and --strict finds it."""
+def on_page_markdown(markdown, page, files, **_):
+    """Links lead to where their file stands in the site, and say its title where they said the file's name.
+
+    A link that leaves the site stays, and --strict finds it.
+    """
     here = page.file.src_uri
     folder = posixpath.dirname(INCLUDED.get(here, f"docs/{here}"))
 
     def rewritten(link):
-        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        words, path, place = link.groups()
+        target = posixpath.normpath(posixpath.join(folder, path))
         if target not in PAGE_OF and not (target.startswith("docs/") and (ROOT / target).exists()):
             return link[0]
         there = PAGE_OF.get(target, target.removeprefix("docs/"))
-        return f"]({posixpath.relpath(there, posixpath.dirname(here))}{link[2]})"
+        shown = files.get_file_from_path(there).page.title if words.endswith(".md") else words
+        return f"[{shown}]({posixpath.relpath(there, posixpath.dirname(here))}{place})"
 
-    return re.sub(r"\]\(([^)\s#:]+)((?:#[^)\s]*)?)\)", rewritten, markdown)
+    return re.sub(r"\[([^][]*)\]\(([^)\s#:]+)((?:#[^)\s]*)?)\)", rewritten, markdown)
 
 
 def on_page_content(html, **_):

@@ -11,6 +11,7 @@ import timm
 from conftest import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
+from timm_moe.callbacks.export import export_moe
 from timm_moe_cli import main
 
 
@@ -51,6 +52,16 @@ def test_info_takes_options(capsys):
         == 0
     )
     assert "8 in each of 2 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "is_registered"), [({}, True), (dict(depth=2), False)])
+def test_the_papers_figures_stand_beside_the_registered_model_alone(options, is_registered, tmp_path, capsys):
+    model = timm.create_model("vit_xtiny_ewa_moe", num_classes=5, **options)
+    export_moe(model, tmp_path / "moe", model_args=options)
+    assert main(["info", f"local-dir:{tmp_path / 'moe'}"]) == 0
+    out = capsys.readouterr().out
+    assert ("a model of these options; of the registered one: timm-moe info vit_xtiny_ewa_moe" in out) != is_registered
+    assert ("prints neither size nor cost of this model" in out) == is_registered
 
 
 def test_info_of_routed_experts(capsys):

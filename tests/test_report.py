@@ -213,12 +213,12 @@ def test_dead_experts_are_named():
     told = routing_section(seen_as([layer_of([50, 1, 49, 0], dropped=7)])).parts[0].text
     assert told == (
         "Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. This counts 100 choices in evaluation. 7 "
-        "of them found no place and were dropped."
+        "of them found no place and were dropped. The dashed line is an even share."
     )
     told = routing_section(seen_as([layer_of([30, 20, 25, 25])])).parts[0].text
     assert told == (
         "None has less than a tenth of an even share. The least chosen, expert 1 of blocks.1.mlp, has 80% of it. This "
-        "counts 100 choices in evaluation. None of them was dropped."
+        "counts 100 choices in evaluation. None of them was dropped. The dashed line is an even share."
     )
     members = layer_of([30, 20, 25, 25])
     with_two_members(members)
@@ -351,7 +351,8 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     assert told.startswith("They came closer to each other. Averaging was on. Their distance from their mean was 0.4 ")
     assert "0.4 after epoch 0 and 0.133 after epoch 2, on average over the layers" in told
     assert parts["Does the loss still fall?"].text == (
-        "The evaluation loss was lowest in epoch 1: 1.3. In the last epoch, 2, it was 1.4. "
+        "The evaluation loss was lowest in epoch 1: 1.3. In the last epoch, 2, it was 1.4. The training loss is that "
+        "of augmented images, with label smoothing and the routers' losses in it. "
         "Left out: epoch 2, where it was not a finite number. The run may have diverged there."
     )
     assert parts["How accurate was it in each epoch?"].text.startswith("Top-1 ended at 58.00 %; the best was 58.00 %")
@@ -422,8 +423,9 @@ def test_a_run_that_diverged_has_a_report(tmp_path):
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
     parts = parts_of(tmp_path)
     lost = "where it was not a finite number. The run may have diverged there."
-    told = f"The evaluation loss was lowest in the last epoch, 5: 1.5. Left out: epochs 6 to 7 and 9, {lost}"
-    assert parts["Does the loss still fall?"].text == told
+    told = parts["Does the loss still fall?"].text
+    assert told.startswith("The evaluation loss was lowest in the last epoch, 5: 1.5. The training loss is that of ")
+    assert told.endswith(f"in it. Left out: epochs 6 to 7 and 9, {lost}")
     assert parts["How accurate was it in each epoch?"].text == f"Left out: epochs 5 to 7, {lost}"
     assert parts["What did the routers' losses do?"].text.endswith(f"1 for balance. Left out: epoch 1, {lost}")
     (tmp_path / "summary.csv").write_text("epoch,train_loss\n0,nan\n")

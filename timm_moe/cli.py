@@ -325,7 +325,7 @@ def _group(name: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> None:
-    info, norms = _measured(args)
+    info, norms, as_registered = _measured(args)
     evaluated = "exported" if info.exported is not None else "evaluation"
     rows = {
         "input": "x".join(str(size) for size in info.input_size),
@@ -340,19 +340,25 @@ def _info(args: argparse.Namespace) -> None:
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
-    for label, text in comparisons(info.name):
+    other = f"prints nothing about a model of these options; of the registered one: timm-moe info {info.name}"
+    for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
         print(f"  {label:<22} {text}")
 
 
-def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str]:
-    """Of a registered name, or of the model that a file or folder holds: it has weights, so its norms are told."""
+def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str, bool]:
+    """Of a registered name, or of the model that a file or folder holds: it has weights, so its norms are told.
+
+    And whether all but the number of classes is as registered.
+    """
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
     is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
     if is_model(args.model) or not is_path:
-        return model_info(args.model, **spec.args()), ""
+        return model_info(args.model, **spec.args()), "", not args.model_kwargs
     model = load_source(args.model, spec)
     norms = _norms(model)
-    return measure(model.to("meta"), get_pretrained_cfg(model)["architecture"]), norms
+    name = get_pretrained_cfg(model)["architecture"]
+    info = measure(model.to("meta"), name)
+    return info, norms, not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
 
 
 def _norms(model: nn.Module) -> str:

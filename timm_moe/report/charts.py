@@ -20,6 +20,7 @@ def lines(rows: Rows, x: str, y: str, series: str, *, x_title: str, y_title: str
     values = [row[y] for row in rows]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
     axis = alt.Axis(format="%" if percent else "~g" if logarithmic else "~f")
+    legend = alt.Legend() if len({row[series] for row in rows}) > 1 else None
     numbers = alt.Axis(format="d", values=_ticks([row[x] for row in rows]))
     return (
         _chart(rows)
@@ -27,8 +28,8 @@ def lines(rows: Rows, x: str, y: str, series: str, *, x_title: str, y_title: str
         .encode(
             x=alt.X(f"{x}:Q", title=x_title, axis=numbers),
             y=alt.Y(f"{y}:Q", title=y_title, axis=axis, scale=alt.Scale(type="log" if logarithmic else "linear")),
-            color=_colour(series),
-            strokeDash=alt.StrokeDash(f"{series}:N", title=_title(series)),
+            color=_colour(series).legend(legend),
+            strokeDash=alt.StrokeDash(f"{series}:N", title=_title(series)).legend(legend),
             tooltip=[f"{series}:N", f"{x}:Q", alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".4")],
         )
         .properties(width="container", height=240)
@@ -51,7 +52,9 @@ def bars(
     )
     if rule is None:
         return chart.properties(width="container", height=240)
-    even = alt.Chart().mark_rule(color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2).encode(y=alt.datum(rule))
+    even = (
+        alt.Chart().mark_rule(color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False).encode(y=alt.datum(rule))
+    )
     return alt.layer(chart, even, data=alt.Data(values=list(rows))).properties(width="container", height=240)
 
 

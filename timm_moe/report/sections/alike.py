@@ -35,9 +35,9 @@ def alike_section(alike: Sequence[Likeness]) -> Section | None:
         "that they are the same, 0 that they have nothing to do with each other."
     )
     if told:
-        text += f" Distance of the experts from their mean: {told}. {MEASURED}"
+        text += f" Distance of the experts from their mean in this checkpoint: {told}. {MEASURED}"
     return Section(
         "alike",
         "How alike are the experts?",
-        [Part("Do the experts differ?", text, charts.chosen(chart, "of", "of", options).to_dict())],
+        [Part("Do the experts differ?", text, charts.chosen(chart, "of", "compare", options).to_dict())],
     )

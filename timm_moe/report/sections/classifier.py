@@ -44,7 +44,11 @@ def classifier_section(observations: dict[str, Observation]) -> Section:
         confidences, "confidence", "share", "images", x_title="confidence", y_title="share of the images"
     )
     other = any(seen.ood_confidence is not None for seen in observations.values())
-    text = "Images of other data should be to the left." if other else "--ood-data-dir adds images of other data."
+    text = (
+        "Images of other data should be to the left."
+        if other
+        else "--ood-data-dir DIR puts the images of other classes beside them."
+    )
     section.parts.append(Part("How sure is it?", text, chart.to_dict()))
     confused = [row for name, seen in observations.items() for row in _confused(name, seen)]
     if confused:

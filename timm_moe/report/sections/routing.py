@@ -40,9 +40,18 @@ def routing_section(seen: Observation) -> Section | None:
         for layer in seen.layers
         for expert, share in enumerate(layer.load.tolist())
     ]
-    chart = charts.bars(loads, "expert", "share", x_title="expert", y_title="share of the choices", percent=True)
+    even = 1 / seen.layers[0].experts if len({layer.experts for layer in seen.layers}) == 1 else None
+    chart = charts.bars(
+        loads, "expert", "share", x_title="expert", y_title="share of the choices", percent=True,
+        rule=even,
+    )  # fmt: skip
+    dashed = " The dashed line is an even share." if even else ""
     section.parts += [
-        Part("Did any expert die?", _dead(seen.layers), charts.chosen(chart, "layer", "layer", names).to_dict()),
+        Part(
+            "Did any expert die?",
+            f"{_dead(seen.layers)}{dashed}",
+            charts.chosen(chart, "layer", "layer", names).to_dict(),
+        ),
         _classes_part(seen),
         _patches_part(seen),
         *_surest_part(seen),

@@ -113,12 +113,14 @@ def _trend(losses: Sequence[dict[str, Any]]) -> str:
     own = [point for point in losses if point["images"] == images]
     if not own:
         return ""
+    augmented = " The training loss is that of augmented images, with label smoothing and the routers' losses in it."
+    both = augmented if len({point["images"] for point in losses}) > 1 else ""
     lowest, last = min(own, key=lambda point: point["value"]), own[-1]
     if lowest is last:
-        return f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}."
+        return f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}.{both}"
     return (
         f"The {images} loss was lowest in epoch {lowest['epoch']}: {lowest['value']:.4g}. In the last epoch, "
-        f"{last['epoch']}, it was {last['value']:.4g}."
+        f"{last['epoch']}, it was {last['value']:.4g}.{both}"
     )
 
 
@@ -140,7 +142,7 @@ def _of_epochs(epochs: Sequence[dict[str, Any]]) -> list[Part]:
     parts = []
     if rates:
         chart = charts.lines(rates, "epoch", "rate", "of", x_title="epoch", y_title="share rate of the last step")
-        text = "After each step every expert moves by this share towards the mean of all."
+        text = "After each step every expert moves by this share towards the mean of the other experts."
         parts.append(Part("How much are the experts averaged?", text, chart.to_dict()))
     return [*parts, *_spread_part(epochs), *_load_part(epochs), *_dropped_part(epochs), *_router_losses_part(epochs)]
 
