@@ -176,7 +176,10 @@ def split_options(spec: RouterSpec, given: Mapping[str, Any]) -> tuple[dict[str,
             raise TypeError(f"convert_to_moe got an unexpected keyword argument {name!r}.")
         default = owner.defaults()[name]
         if (_none(value) if default is None else value) != default:
-            raise ValueError(f"{name} is an option of router={owner.name!r}; router={spec.name!r} has none.")
+            raise ValueError(
+                f"{name} is an option of router={owner.name!r}; router={spec.name!r} has none. If it comes with the "
+                "registered name, begin from that of an *_ewa_moe model."
+            )
     own = {name: given.get(name, default) for name, default in spec.options.items()}
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
 
