@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.ci]
 
 TIMM = dict(img_size=8, patch_size=2, num_classes=10, embed_dim=32, depth=2, num_heads=2)
 HF = dict(image_size=8, patch_size=2, num_labels=10, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-ROUTERS = ("random", "top_k")
+#: What the experts of each become one network by; of the first and the last that network is the model.
+ROUTERS = {"random": "average", "top_k": "sum", "fused": "average"}
 
 
 def converted(model, router, **options):
@@ -36,7 +37,10 @@ def converted(model, router, **options):
 
 MODELS = {
     "timm by name": lambda router: timm.create_model(
-        "vit_tiny_ewa_moe" if router == "random" else "vit_tiny_moe", **TIMM
+        **(
+            dict(model_name="vit_tiny_moe") if router == "top_k" else dict(model_name="vit_tiny_ewa_moe", router=router)
+        ),
+        **TIMM,
     ),
     "timm converted": lambda router: converted(timm.create_model("vit_tiny_patch16_224", **TIMM), router),
     "transformers' ViT": lambda router: converted(
@@ -176,11 +180,11 @@ def test_a_cell(kind, router, trainer, tmp_path, exported):
         assert torch.equal(resumed.state_dict()[name], expected), name
     images = Digits().images[:3]
     options = {} if kind.startswith(("timm", "transformers")) else {"example_inputs": images}
-    export = timm_moe.export_dense(whole, tmp_path / "dense", "average" if router == "random" else "sum", **options)
-    dense = timm_moe.to_dense(whole, "average" if router == "random" else "sum").eval()
+    export = timm_moe.export_dense(whole, tmp_path / "dense", ROUTERS[router], **options)
+    dense = timm_moe.to_dense(whole, ROUTERS[router]).eval()
     with torch.no_grad():
         outputs = dense(images)
-        if router == "random":
+        if router != "top_k":
             whole_outputs = whole.eval()(images)
             pairs = zip(*(getattr(o, "logits", o) for o in (outputs, whole_outputs)), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)

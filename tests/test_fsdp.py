@@ -60,6 +60,7 @@ def shard(model, mesh, **options):
 MODELS = {
     # Every rank has the same images and draws the same partitions: the mean of the gradients is that of one process.
     "random partitions": (dict(model_name="vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant"), False),
+    "fused": (dict(model_name="vit_tiny_ewa_moe", router="fused"), False),
     # Each rank has half of the images, in a routing group of their own.
     "top-k": (
         dict(model_name="vit_tiny_moe", num_experts=6, top_k=2, share_rate=0.3, aux_loss_weight=0.5, group_images=2),
@@ -115,9 +116,10 @@ def training_worker(rank, folder, name):
     other = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, other, state, options=options)
-    averaging = ExpertWeightAveraging(model, other, total_updates=5)
-    averaging.seek(ExpertWeightAveraging.of(optimizer).updates)
-    assert averaging.updates == STEPS
+    if name != "fused":  # which are never averaged
+        averaging = ExpertWeightAveraging(model, other, total_updates=5)
+        averaging.seek(ExpertWeightAveraging.of(optimizer).updates)
+        assert averaging.updates == STEPS
     resumed = get_model_state_dict(model, options=FULL)
     assert all(torch.equal(resumed[path], tensor) for path, tensor in weights.items())
 
@@ -137,7 +139,9 @@ def training_worker(rank, folder, name):
 
 
 @needs_fsdp_on_cpus
-@pytest.mark.parametrize("name", ["random partitions", pytest.param("top-k", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "name", ["random partitions", *(pytest.param(name, marks=pytest.mark.ci) for name in ("top-k", "fused"))]
+)
 def test_training_is_that_of_one_process(tmp_path, name):
     run_ranks(training_worker, (str(tmp_path), name), 2)
     first, second = (torch.load(tmp_path / f"outputs{rank}.pt") for rank in range(2))
