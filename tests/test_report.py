@@ -631,6 +631,27 @@ def test_tables_are_sorted_and_searched_and_layers_chosen_by_keyboard(browser, r
 
 
 @pytest.mark.ci
+def test_the_bars_are_those_of_the_layer_that_is_chosen(browser, report):
+    from selenium.webdriver.support.ui import Select
+
+    find = opened(browser, report)
+
+    def shares():
+        """Told to screen readers, of the first model."""
+        labels = [bar.get_attribute("aria-label") for bar in find("#routing-1-1 .mark-rect path")]
+        return [float(label.rpartition(": ")[2].removesuffix("%")) for label in labels]
+
+    both = []
+    for layer in range(2):
+        Select(find("#routing-1-1 select")[0]).select_by_index(layer)
+        both.append(shares())
+        assert len(both[-1]) == 4
+        assert sum(both[-1]) == pytest.approx(100, abs=0.3)
+    assert both[0] != both[1]
+    assert len(find("#routing-1-1 .role-mark.mark-rule line")) == 1
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("dark", [False, True])
 def test_everyone_can_read_it(browser, report, dark):
     from axe_core_python.selenium import Axe

@@ -41,21 +41,20 @@ def bars(
 ) -> Any:
     """A bar for each x; a rule across at a value."""
     axis = alt.Axis(format="%") if percent else alt.Axis()
-    chart = (
-        _chart(rows)
+    layers = [
+        alt.Chart()
         .mark_bar(color=COLOURS[0])
         .encode(
             x=alt.X(f"{x}:O", title=x_title, axis=alt.Axis(labelAngle=0)),
             y=alt.Y(f"{y}:Q", title=y_title, axis=axis),
             tooltip=[f"{x}:O", alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".4")],
         )
-    )
-    if rule is None:
-        return chart.properties(width="container", height=240)
-    even = (
-        alt.Chart().mark_rule(color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False).encode(y=alt.datum(rule))
-    )
-    return alt.layer(chart, even, data=alt.Data(values=list(rows))).properties(width="container", height=240)
+    ]
+    if rule is not None:
+        line = alt.MarkDef("rule", color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False)
+        layers.append(_chart([{}]).properties(mark=line).encode(y=alt.datum(rule)))
+    # the bars have no data of their own: what is chosen of the chart's is what they show
+    return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(width="container", height=240)
 
 
 def heatmap(
