@@ -48,12 +48,12 @@ ARMS = (
 )
 
 READING = (
-    "EWA does not beat dense training here: with its linear share rate it is a quarter of a point worse, with the late one "
-    "half a point; constant and early rates are not told apart from dense training. Averaging is better than none: "
-    "experts that are averaged only at the end, in whatever way, lose 0.8 to 1.7 points. An average over steps (EMA) is "
-    "better than none by 0.03 points, which is nothing one would notice. With the linear share rate the experts' "
-    "distance from their mean falls from 0.25 to 0.04 within the second of 30 epochs (`experts.json`). From then on EWA "
-    "is nearly dense training."
+    "EWA does not beat dense training here: with its linear share rate it is a quarter of a point worse, with the "
+    "late one half a point; constant and early rates are not told apart from dense training. Averaging is better "
+    "than none: experts that are averaged only at the end, in whatever way, lose 0.8 to 1.7 points. An average "
+    "over steps (EMA) is better than none by 0.03 points, which nobody would notice. With the linear share rate "
+    "the experts' distance from their mean falls from 0.25 to 0.04 within the second of 30 epochs "
+    "(`experts.json`). From then on EWA is nearly dense training."
 )
 
 STUDY = Study(
