@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .runs import Run
+from .runs import Run, write_json
 from .study import Arm
 
 
@@ -19,7 +19,7 @@ def write(path: Path, runs: Sequence[Run]) -> None:
     for run in runs:
         _add(run, results, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(path, results)
 
 
 def missing(path: Path, runs: Sequence[Run]) -> list[Run]:

@@ -152,7 +152,7 @@ class Run:
         with _locked(self.folder / "lock") as lock, (self.folder / "log.txt").open("a") as log:
             if self._is_another():
                 raise RunFailed(f"{self.name}: {self.folder} holds a run of other options: move it away.")
-            _write(self.folder / "stated.json", self.stated())
+            write_json(self.folder / "stated.json", self.stated())
             if not self.is_trained():
                 self._train(log, lock)
             for arm in self.arms():
@@ -191,7 +191,7 @@ class Run:
         if self.progress() < 1:  # train.py ends well where it is interrupted
             raise RunFailed(f"{self.name}: train.py was interrupted after {self.progress():.0%} of its epochs.")
         versions = versions_here(self.place.device)
-        _write(self.folder / "trained.json", {**cost, "whole": is_whole, "versions": versions})
+        write_json(self.folder / "trained.json", {**cost, "whole": is_whole, "versions": versions})
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
         script = [str(self.place.scripts / "train.py")]
@@ -237,7 +237,7 @@ class Run:
         measure = self._measure_of(arm)
         self._call(measure.command(models, data, self.place.scripts, measured), log, lock)
         figures = measure.read(measured)
-        _write(self._result(arm), {"stated": self.statement(arm), "figures": figures})
+        write_json(self._result(arm), {"stated": self.statement(arm), "figures": figures})
 
     def _call(self, command: list[str], log: IO[str], lock: int) -> dict[str, float]:
         """Run a command, whose process holds the lock too.
@@ -272,7 +272,8 @@ def _locked(path: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _write(path: Path, content: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1))
+def write_json(path: Path, content: Any) -> None:
+    """Write all or nothing, also where two processes write at once or one is killed."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)

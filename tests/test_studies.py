@@ -187,6 +187,16 @@ def test_results_that_were_made_otherwise_are_not_mixed(folder):
     assert json.loads(kept.read_text()) == stored
 
 
+def test_results_stay_whole_where_a_kill_comes_between(folder, monkeypatch):
+    run, _ = make_runs(small_study(Arm("dense", DENSE), Arm("EWA", EWA)), folder)
+    kept = folder / "kept.json"
+    kept.write_text(before := json.dumps({"arms": {}, "cost": {}}))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        results.write(kept, [run])
+    assert kept.read_text() == before
+
+
 @needs_scripts
 def test_runs_on_other_images_are_others(folder):
     (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
@@ -399,6 +409,7 @@ def _without_images(stated):
 
 def test_the_page_follows_from_the_results():
     for study, size, stored in page.stored(HERE / "studies" / "results"):
+        assert set(stored["arms"]) <= {arm.name for arm in study.sizes[size].arms}  # else the page would leave it out
         place = Place(Path("scripts"), Path("runs"), dict.fromkeys(study.sizes[size].images, images.Part(0, "")))
         for training in study.sizes[size].trainings():
             for arm in (run := Run(study, study.sizes[size], training, 0, place)).arms():
