@@ -18,9 +18,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; by default all")
     parser.add_argument("--size", choices=("small", "paper"), default="small", help="for two cores, or the paper's")
-    parser.add_argument("--seeds", type=int, metavar="N", help="instead of each study's own number")
+    parser.add_argument("--seeds", type=_at_least_one, metavar="N", help="instead of each study's own number")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="runs at a time, one thread each (default: cores, on a GPU 1)"
+        "--jobs", type=_at_least_one, metavar="N", help="runs at a time, one thread each (default: cores, on a GPU 1)"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="images: train/<class>/ and test/<class>/")
@@ -62,6 +62,12 @@ def main() -> None:
     page.write(HERE / "results")
     if failed:
         sys.exit("\n".join(["Not done:", *failed]))
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def _run(study: Study, args: argparse.Namespace) -> list[str]:

@@ -22,6 +22,7 @@ pytest.importorskip("scipy")
 from scipy.stats import ttest_rel
 
 from studies import callbacks, candidates, cifar100, images, page, results
+from studies.__main__ import main
 from studies.catalogue import STUDIES
 from studies.deploy import Export
 from studies.latest_average import average
@@ -485,6 +486,14 @@ def test_each_image_is_one_experts():
     alike_EB = (outputs_E - layer(x)).abs().amax((2, 3)) < 1e-4
     assert (alike_EB.sum(0) == 1).all()
     assert (alike_EB.sum(1) == 2).all()
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--jobs"])
+def test_a_number_of_none_is_refused(option, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["studies", option, "-1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"argument {option}: -1 is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_cifar_is_written_as_folders(tmp_path):
