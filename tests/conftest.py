@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import timm
 import torch
+from hypothesis import settings
 
 import timm_moe  # noqa: F401  (registers the models)
+
+settings.register_profile("timm_moe", deadline=None)  # a busy machine is no failure
+settings.load_profile("timm_moe")
 
 DATA = Path(__file__).parent / "data"
 SLOWEST = (

@@ -17,7 +17,7 @@ from timm_moe.layers import BatchEnsembleLinear
 from timm_moe.layers.ensemble import ensemble_log_probabilities
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6), st.booleans(), st.booleans())
 def test_a_layer_is_a_loop_over_its_members(members, images, rows, width, bias, normal):
     linear = nn.Linear(width, 3, bias=bias).double()

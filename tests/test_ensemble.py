@@ -123,7 +123,7 @@ def test_losses_match_the_golden_file(golden):
     assert torch.equal(log_p.argmax(1), arrays["pred"].long())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     members=st.integers(1, 3),
     experts_each=st.integers(1, 3),
@@ -162,7 +162,7 @@ def test_members_route_as_routers_of_their_own(members, experts_each, top_k, ima
         torch.testing.assert_close(parts(x), sum(layer(x) for layer in alone), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     top_k=st.integers(1, 4),
     images=st.integers(1, 4),

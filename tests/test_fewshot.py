@@ -43,7 +43,7 @@ def folder_of(data):
     return Folder("colours", image_folder(data, "train"), image_folder(data, "test"))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(2, 4), st.sampled_from(PENALTIES), st.integers(0, 99))
 def test_the_regression_is_its_definition(images, width, num_classes, penalty, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ def test_the_regression_is_its_definition(images, width, num_classes, penalty, s
     torch.testing.assert_close(ridge.scores(others, penalty), whitened(others) @ weights, rtol=1e-6, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(2, 12), st.integers(1, 9), st.integers(2, 4), st.sampled_from(PENALTIES), st.integers(0, 99))
 def test_the_left_out_error_is_that_of_regressions_without_the_image(images, width, num_classes, penalty, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -28,7 +28,7 @@ def fused_vit(**options):
     return model
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 5), st.integers(1, 9), st.booleans(), st.data())
 def test_the_network_is_the_weighted_sum_of_the_experts(num_experts, width, training, data):
     shares = st.just(0.0) if num_experts == 1 else st.sampled_from([0.0, 0.75])

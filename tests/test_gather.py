@@ -65,7 +65,7 @@ def test_a_norm_of_the_hidden_units_goes_with_them():
         assert torch.equal(gathered["fc2.weight"][:, unit], networks["fc2.weight"][expert, :, kept])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
 def test_identities(shape, ffn, seed):
     num_experts, width, hidden = shape
@@ -87,7 +87,7 @@ def test_identities(shape, ffn, seed):
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
 @pytest.mark.parametrize("gather_biases", [False, True])
 def test_hidden_units_stay_whole(gather_biases, shape, ffn, seed):

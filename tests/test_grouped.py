@@ -41,7 +41,7 @@ def tensors(sizes, width=3, height=5, dtype=torch.float64, bias=True, after=1):
     return x, weight, bias, torch.tensor(sizes).cumsum(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     after=st.integers(0, 2),

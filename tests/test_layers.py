@@ -78,7 +78,7 @@ def test_partition_is_fresh_at_each_call_and_uniform():
     torch.testing.assert_close(counts / 4000, torch.full((8, 4), 0.25), rtol=0, atol=0.035)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     batch=st.integers(1, 3),
     tokens=st.integers(1, 9),

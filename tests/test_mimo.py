@@ -27,7 +27,7 @@ def mimo(name="vit_mimo_s32", **options):
     return timm.create_model(name, **{**SMALL_VIT, **experts, **options})
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(4, 9), st.integers(1, 4), st.sampled_from([0.0, 0.3, 0.5, 0.75]), st.integers(1, 3))
 def test_each_member_sees_each_image_equally_often(batch, members, input_repetition, repetitions):
     rows = batch * repetitions

@@ -26,7 +26,7 @@ TINY = dict(num_groups=8, group_size=4, width=48, depth=2, num_heads=3, group_wi
 # --- groups
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 30), st.data())
 def test_each_point_is_the_farthest_from_those_before(clouds, num_points, data):
     count = data.draw(st.integers(1, num_points))

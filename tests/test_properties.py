@@ -71,7 +71,7 @@ def capacity(router, x):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=routers())
 def test_every_kept_row_goes_out_and_comes_back_once(case):
     router, x, choices = case
@@ -97,7 +97,7 @@ def test_every_kept_row_goes_out_and_comes_back_once(case):
         assert kept.all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(images=st.integers(1, 6), rows=st.integers(1, 6), num_experts=st.integers(1, 5), data=st.data())
 def test_the_tokens_of_an_image_stay_together(images, rows, num_experts, data):
     top_k = data.draw(st.integers(1, num_experts))
@@ -109,7 +109,7 @@ def test_the_tokens_of_an_image_stay_together(images, rows, num_experts, data):
     assert (routing.ends % rows == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=routers(), data=st.data())
 def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
     router, x, _ = case
@@ -123,7 +123,7 @@ def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
     torch.testing.assert_close(layer(x[:, new]), layer(x)[:, new], rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_experts=st.integers(1, 8), rows=st.integers(0, 40))
 def test_a_random_partition_loses_nothing(num_experts, rows):
     order, ends, place, _ = RandomPartition(num_experts)(torch.randn(rows, WIDTH))
@@ -133,7 +133,7 @@ def test_a_random_partition_loses_nothing(num_experts, rows):
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     method=st.sampled_from(sorted(METHODS.keys() - {"random"})),
     ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]),
@@ -171,7 +171,7 @@ def placements(draw):
     return draw(st.one_of(rule, st.just(sorted(blocks)), st.just(",".join(map(str, blocks)))))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(placement=placements(), num_experts=st.integers(2, 5), router=st.sampled_from(["random", "top_k"]))
 def test_there_and_back_is_the_dense_model(placement, num_experts, router):
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
@@ -185,7 +185,7 @@ def test_there_and_back_is_the_dense_model(placement, num_experts, router):
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(placement=placements(), num_experts=st.integers(1, 4))
 def test_a_model_takes_a_dense_checkpoint_at_any_placement(name, placement, num_experts):
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)

@@ -167,7 +167,7 @@ def test_a_routing_of_wrong_shapes_is_refused():
         routing_to(torch.zeros(4, 1).long(), torch.ones(4, 2), 2)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 30), experts=st.integers(1, 6), data=st.data())
 def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
     choices = data.draw(st.integers(1, experts))

@@ -216,7 +216,7 @@ def routings(draw):
 
 
 @pytest.mark.parametrize("road", ["eager", pytest.param("compiled", marks=pytest.mark.ci)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=routings())
 def test_layer_equals_the_slow_reference(road, case):
     torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_inductor_compiles_a_model_as_one_graph_forward_and_backward(options):
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), model(images), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tokens=st.integers(1, 40), num_experts=st.integers(1, 9))
 def test_all_of_equal_experts_without_dropping_compute_the_dense_network(tokens, num_experts):
     dense = Mlp(8, 16)

@@ -206,7 +206,7 @@ def test_shards_of_another_checkpoint(copy):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(suffix=st.sampled_from(["index", "data-00000-of-00003", "data-00002-of-00003"]), fraction=st.floats(0, 0.9999))
 def test_truncated_files(copy, suffix, fraction):
     original = (FOLDER / f"vmoe_tiny.{suffix}").read_bytes()
@@ -220,7 +220,7 @@ def test_truncated_files(copy, suffix, fraction):
     assert not copy.with_name("a.safetensors").exists()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_never_crash(copy, data):
     """What the index says is checked; the values of the weights carry no checksum."""
@@ -326,7 +326,7 @@ boxes = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(boxes)
 def test_slices_cover_an_array_exactly_once(case):
     """Against an array in which the elements of each slice are counted."""
@@ -339,7 +339,7 @@ def test_slices_cover_an_array_exactly_once(case):
     assert tile(parts, shape) == (valid and np.array_equal(count, expected))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_gaps_and_overlaps_in_a_tiling_are_found(data):
     """Pieces of an array that was cut at random, then one changed."""

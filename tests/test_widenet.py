@@ -310,7 +310,7 @@ def slow_divergence(blocks):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(blocks=st.integers(2, 4), width=st.integers(1, 5), groups=st.booleans(), data=st.data())
 def test_the_divergence_of_norms_is_equation_9(blocks, width, groups, data):
     scale = st.sampled_from([-1.5, 0.0, 0.25, 1.0, 3.0])  # equal ones too
