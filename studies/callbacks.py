@@ -13,6 +13,7 @@ from typing import Any
 
 import timm.optim
 import timm.scheduler
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,10 +46,31 @@ def lr_divided(value: str) -> None:
 
 
 def _divide(optimizer: Optimizer, model: nn.Module, places: str, divisor: float) -> None:
-    paths = ffn_paths(model)
-    networks = [model.get_submodule(paths[block]) for block in select_blocks(places, len(paths))]
-    slowed = {parameter: 1 / divisor for network in networks for parameter in network.parameters()}
+    slowed = {parameter: 1 / divisor for network in _networks(model, places) for parameter in network.parameters()}
     scale_learning_rates(optimizer, slowed)
+
+
+def begin_divided(value: str) -> None:
+    """The weights that the networks begin with, divided: ``every-2/2`` as the mean of four that are drawn apart."""
+    places, _, divisor = value.rpartition("/")
+    _around(
+        timm.optim,
+        "create_optimizer_v2",
+        before=lambda arguments: _divide_weights(arguments["model_or_params"], places, float(divisor)),
+    )
+
+
+@torch.no_grad()
+def _divide_weights(model: nn.Module, places: str, divisor: float) -> None:
+    for network in _networks(model, places):
+        for parameter in network.parameters():
+            parameter /= divisor
+
+
+def _networks(model: nn.Module, places: str) -> list[nn.Module]:
+    """The feed-forward networks that EWA would convert."""
+    paths = ffn_paths(model)
+    return [model.get_submodule(paths[block]) for block in select_blocks(places, len(paths))]
 
 
 def _freeze_all_but_fusion(model: nn.Module) -> None:
@@ -94,6 +116,7 @@ def _around(
 CALLBACKS: dict[str, Callable[[str], None]] = {
     "switch_ema": switch_ema,
     "lr_divided": lr_divided,
+    "begin_divided": begin_divided,
     "only_fusion": _with_model(_freeze_all_but_fusion),
     "rate_by_depth": _with_model(candidates.rate_by_depth),
     "whole_images": _with_model(candidates.whole_images),

@@ -401,6 +401,16 @@ def test_the_divided_learning_rate_is_that_of_the_networks_that_ewa_converts():
         callbacks._divide(torch.optim.SGD(model.head.parameters(), lr=1e-3), model, "every-2", 4)
 
 
+def test_the_divided_weights_are_those_of_the_networks_that_ewa_converts():
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, embed_dim=24, num_heads=2)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    callbacks._divide_weights(model, "every-2", 2)
+    for name, parameter in model.named_parameters():
+        divisor = 2 if name.startswith(("blocks.1.mlp.", "blocks.3.mlp.")) else 1
+        assert torch.equal(parameter * divisor, before[name]), name
+        assert parameter.requires_grad
+
+
 def _without_images(stated):
     """What is stated, but for the images and device that a run was made with."""
     if isinstance(stated, dict):

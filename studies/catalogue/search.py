@@ -38,6 +38,10 @@ STUDY = Study(
                 Arm("dense", DENSE),
                 Arm("dense, weight EMA", DENSE, Export(("--use-ema",))),
                 Arm("dense, dropout 0.1", Training("dense-dropout", "dense", (DROPOUT,))),
+                Arm(
+                    "dense, initial weights / 2 in the converted networks",
+                    Training("dense-begin", "dense", callback="begin_divided=every-2/2"),
+                ),
                 Arm("linear", LINEAR),
                 Arm("linear, weight EMA", LINEAR, Export(("--use-ema",))),
                 Arm("linear, dropout 0.1", candidate("linear-dropout", DROPOUT)),
