@@ -16,14 +16,17 @@ EMA = ("--model-ema", "--model-ema-decay", "0.98")
 
 
 def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
-    def tuned(name: str, model: str, *kwargs: str, callback: str = "", more: tuple[str, ...] = ()) -> Training:
+    def tuned(
+        name: str, model: str, *kwargs: str, callback: str = "", more: tuple[str, ...] = (), draw: int = 0
+    ) -> Training:
         stated = ("--pretrained", *options, *more)
-        return Training(name, model, kwargs, stated, uses, "images-of-20", callback)
+        return Training(name, model, kwargs, stated, uses, "images-of-20", callback, draw)
 
     dense = tuned("tuned-dense", "dense", more=EMA)
     return (
         Arm("dense", dense, paper="90.22"),
         Arm("dense, weight EMA", dense, Export(("--use-ema",))),
+        Arm("dense, another draw", tuned("tuned-dense-again", "dense", draw=1)),
         Arm(
             "dense, learning rate / 4 in the converted networks",
             tuned("tuned-lr-over-4", "dense", callback="lr_divided=every-2/4"),
