@@ -3,13 +3,14 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import images, page, results
 from .catalogue import STUDIES
 from .runs import Place, Run
 from .scheduler import work_off
-from .study import Study
+from .study import Size, Study
 
 HERE = Path(__file__).parent
 
@@ -48,20 +49,37 @@ def main() -> None:
     without = [name for name in names if args.size not in STUDIES[name].sizes]
     if without:
         parser.error(f"{', '.join(without)} cannot be run with --size {args.size}")
-    if args.report:
-        page.write(HERE / "results")
-        return
-    if args.data_dir is None:
-        parser.error("give the folder of the images by --data-dir")
-    if args.scripts is None or not (Path(args.scripts) / "train.py").exists():
-        parser.error("give the folder that holds timm's train.py and validate.py by --scripts or TIMM_SCRIPTS")
     try:
-        failed = [line for name in names for line in _run(STUDIES[name], args)]
-    except (FileNotFoundError, FileExistsError) as error:
+        failed = [] if args.report else _run_all([STUDIES[name] for name in names], args, parser)
+        page.write(HERE / "results")
+    except ValueError as error:
         parser.error(str(error))
-    page.write(HERE / "results")
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The same command goes on from here.")
     if failed:
         sys.exit("\n".join(["Not done:", *failed]))
+
+
+def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Do what is missing of each study; lines about what failed. Whatever can be is refused before the first run."""
+    if args.data_dir is None:
+        parser.error("give the folder of the images by --data-dir")
+    scripts = [Path(args.scripts or "", name) for name in ("train.py", "validate.py")]
+    if args.scripts is None or not all(script.exists() for script in scripts):
+        parser.error("give the folder that holds timm's train.py and validate.py by --scripts or TIMM_SCRIPTS")
+    places: dict[str, Place] = {}
+    for study in studies:
+        try:
+            places[study.name] = _place(study.sizes[args.size], args)
+        except (FileNotFoundError, FileExistsError) as error:
+            parser.error(f"{study.name}: {error}")
+    failed: list[str] = []
+    for study in studies:
+        try:
+            failed += _run(study, places[study.name], args)
+        except (FileExistsError, ValueError) as error:  # about its results
+            failed.append(f"{study.name}: {error}")
+    return failed
 
 
 def _at_least_one(text: str) -> int:
@@ -70,22 +88,31 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def _run(study: Study, args: argparse.Namespace) -> list[str]:
-    """Do what is missing of a study; lines about what failed."""
-    size = study.sizes[args.size]
+def _place(size: Size, args: argparse.Namespace) -> Place:
+    """With its images."""
     root = args.output / size.setting
     root.mkdir(parents=True, exist_ok=True)
     parts = {name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()}
-    place = Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device)
+    return Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device)
+
+
+def _run(study: Study, place: Place, args: argparse.Namespace) -> list[str]:
+    """Do what is missing of a study; lines about what failed."""
+    size = study.sizes[args.size]
     seeds = range(size.seeds.start, size.seeds.start + (args.seeds or len(size.seeds)))
     runs = [Run(study, size, training, seed, place) for seed in seeds for training in size.trainings()]
     print(f"{study.name}: {study.question}", file=sys.stderr, flush=True)
     path = HERE / "results" / f"{study.name}-{args.size}.json"
-    results.write(path, runs)
+    results.write(path, runs, keep=args.missing)
     if args.missing:
         runs = results.missing(path, runs)
+    elif others := results.from_elsewhere(path, runs):
+        print(
+            f"{others} figures in {path} were measured elsewhere; runs here take their place without --missing.",
+            file=sys.stderr,
+        )
     jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
-    return work_off(runs, jobs, lambda: results.write(path, runs))
+    return work_off(runs, jobs, lambda: results.write(path, runs, keep=args.missing))
 
 
 if __name__ == "__main__":

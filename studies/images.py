@@ -1,7 +1,7 @@
 """The images of a study: a part of a folder, as links, so that train.py reads it as any other."""
 
 import hashlib
-import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ def link(images: Images, source: Path, target: Path) -> Part:
         FileNotFoundError: if there are no such images, or the folder has another number of classes than the study's.
         FileExistsError: if ``target`` holds others.
     """
+    if not source.is_dir():
+        raise FileNotFoundError(f"There is no folder {source}.")
     found = _classes(source / "train")
     if len(found) != images.of:
         raise FileNotFoundError(f"The study is about {images.of} classes of images; {source}/train has {len(found)}.")
@@ -43,7 +45,7 @@ def link(images: Images, source: Path, target: Path) -> Part:
     wanted = {path: file for name in classes for path, file in _of_class(name, images, source)}
     if not target.exists():
         _make(wanted, target)
-    elif {path.relative_to(target): path.resolve() for path in target.glob("*/*/*")} != wanted:
+    if {path.relative_to(target): path.resolve() for path in target.glob("*/*/*")} != wanted:
         raise FileExistsError(f"{target} holds other images than the study's of {source}: move it away.")
     names = "\n".join(sorted(map(str, wanted)))
     return Part(len(classes), hashlib.sha256(names.encode()).hexdigest()[:16])
@@ -71,9 +73,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _make(links: dict[Path, Path], target: Path) -> None:
-    unfinished = target.with_name(f"{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    for path, file in links.items():
-        (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
-        (unfinished / path).symlink_to(file)
-    unfinished.rename(target)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
+        unfinished = Path(folder, target.name)
+        for path, file in links.items():
+            (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / path).symlink_to(file)
+        try:
+            unfinished.rename(target)
+        except OSError:  # where another process was faster, what it made is looked at next
+            if not target.exists():
+                raise

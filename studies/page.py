@@ -1,6 +1,5 @@
 """The page of all results, written from the JSON files: tables, what the intervals allow to be said, and charts."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -9,6 +8,7 @@ from typing import Any
 from .catalogue import STUDIES
 from .chart import chart_name, differences, draw
 from .measure import Figure
+from .results import read
 from .statistics import Difference, paired, standard_error
 from .study import Arm, Study
 
@@ -36,11 +36,15 @@ def text(folder: Path) -> str:
 def stored(folder: Path) -> list[tuple[Study, str, dict[str, Any]]]:
     """The studies that have results, each with its size."""
     return [
-        (study, size, json.loads(path.read_text()))
+        (study, size, results)
         for study in STUDIES.values()
         for size in study.sizes
-        if (path := folder / f"{study.name}-{size}.json").exists()
+        if _has_figures(results := read(folder / f"{study.name}-{size}.json"))
     ]
+
+
+def _has_figures(results: dict[str, Any]) -> bool:
+    return any(figures_of(results, arm) for arm in results["arms"])
 
 
 def section(study: Study, size: str, results: dict[str, Any]) -> str:

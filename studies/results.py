@@ -9,38 +9,65 @@ from .runs import Run, write_json
 from .study import Arm
 
 
-def write(path: Path, runs: Sequence[Run]) -> None:
+def read(path: Path) -> dict[str, Any]:
+    """What a file has; nothing where there is none.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    if not path.exists():
+        return {"arms": {}, "cost": {}}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, it is not JSON: {error}") from None
+
+
+def write(path: Path, runs: Sequence[Run], keep: bool = False) -> None:
     """Write what is known of all runs beside what the file has of other seeds.
+
+    Args:
+        path: of the file.
+        runs: all that the file is about, done or not.
+        keep: let what the file has stand, where a run here has figures of its own.
 
     Raises:
         FileExistsError: if the file has results of other options, images or deployments.
+        ValueError: if it is damaged.
     """
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"arms": {}, "cost": {}}
+    results = read(path)
     for run in runs:
-        _add(run, results, path)
+        _add(run, results, path, keep)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, results)
 
 
 def missing(path: Path, runs: Sequence[Run]) -> list[Run]:
     """The runs whose figures the file lacks, and those that they need."""
-    known = json.loads(path.read_text())["arms"] if path.exists() else {}
+    known = read(path)["arms"]
     lacking = [(arm, run.seed) for run in runs for arm in run.arms() if not _has(known, arm, run.seed)]
     needed = {(training.name, seed) for arm, seed in lacking for training in arm.trainings()}
     return [run for run in runs if (run.training.name, run.seed) in needed]
+
+
+def from_elsewhere(path: Path, runs: Sequence[Run]) -> int:
+    """How many figures of the file are not of these runs, as they stand."""
+    known = read(path)["arms"]
+    arms = [(run, arm) for run in runs for arm in run.arms() if _has(known, arm, run.seed)]
+    return sum(arm.name not in run.results()["arms"] for run, arm in arms)
 
 
 def _has(known: dict[str, Any], arm: Arm, seed: int) -> bool:
     return str(seed) in known.get(arm.name, {}).get("figures", {})
 
 
-def _add(run: Run, results: dict[str, Any], path: Path) -> None:
+def _add(run: Run, results: dict[str, Any], path: Path, keep: bool) -> None:
     known, seed = run.results(), str(run.seed)
-    if known["cost"] is not None:
+    if known["cost"] is not None and not (keep and seed in results["cost"].get(run.training.name, {})):
         results["cost"].setdefault(run.training.name, {})[seed] = known["cost"]
     for arm in run.arms():
         kept = results["arms"].setdefault(arm.name, {"stated": run.statement(arm), "figures": {}})
         if kept["stated"] != run.statement(arm):
             raise FileExistsError(f"{path} has results of {arm.name} that were made otherwise: move it away.")
-        if arm.name in known["arms"]:
+        if arm.name in known["arms"] and not (keep and seed in kept["figures"]):
             kept["figures"][seed] = known["arms"][arm.name]

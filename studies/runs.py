@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from .deploy import Deployment
 from .images import Part
 from .measure import Measure
@@ -178,6 +180,13 @@ class Run:
         last = len(options) - 1 - options[::-1].index("--epochs")
         return int(options[last + 1])
 
+    def _saved_epochs(self) -> int:
+        """Those that the last checkpoint has; summary.csv may be an epoch ahead."""
+        path = self.folder / "train" / "last.pth.tar"
+        if not path.exists():
+            return 0
+        return int(torch.load(path, map_location="cpu", weights_only=False, mmap=True)["epoch"]) + 1
+
     def _result(self, arm: Arm) -> Path:
         return self.folder / f"{slug(arm.name)}.json"
 
@@ -188,8 +197,9 @@ class Run:
             for use in self.training.uses
         }
         cost = self._call(self._train_command(used), log, lock)
-        if self.progress() < 1:  # train.py ends well where it is interrupted
-            raise RunFailed(f"{self.name}: train.py was interrupted after {self.progress():.0%} of its epochs.")
+        epochs = self._saved_epochs()
+        if epochs < self._epochs():  # train.py ends well where it is interrupted
+            raise RunFailed(f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs.")
         versions = versions_here(self.place.device)
         write_json(self.folder / "trained.json", {**cost, "whole": is_whole, "versions": versions})
 

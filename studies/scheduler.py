@@ -21,10 +21,11 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
         interval: seconds between two lines about progress.
 
     Returns:
-        What went wrong, a line for each run that failed, is worked on by another process, or lacks what it needs.
+        What went wrong, a line for each run that failed, is worked on by another process, or lacks what it needs; each
+        is also printed when it happens.
     """
     waiting = [run for run in runs if not run.is_done()]
-    clock = _Clock(runs, jobs, len(waiting))
+    clock = _Clock(runs, len(waiting))
     failed: list[str] = []
     running: dict[Future[None], Run] = {}
     with ThreadPoolExecutor(jobs) as pool:
@@ -41,6 +42,8 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
                 run = running.pop(future)
                 told = _outcome(future, run)
                 failed += told
+                for line in told:
+                    print(line, file=sys.stderr, flush=True)
                 clock.see(run, is_done=not told)
             if ended:
                 keep()
@@ -55,14 +58,16 @@ def _outcome(future: Future[None], run: Run) -> list[str]:
         return [str(error)]
     except BlockingIOError:
         return [f"{run.name}: another process works on it."]
+    except OSError as error:
+        return [f"{run.name}: {error}"]
     return []
 
 
 class _Clock:
     """Says what is done and how long the rest takes, by the images that trainings saw since it was made."""
 
-    def __init__(self, runs: Sequence[Run], jobs: int, missing: int):
-        self._total, self._done, self._jobs = len(runs), len(runs) - missing, jobs
+    def __init__(self, runs: Sequence[Run], missing: int):
+        self._total, self._done = len(runs), len(runs) - missing
         self._start = time.monotonic()
         self._images = {run: run.images_to_see() for run in runs}
         self._before = {run: run.progress() for run in runs}

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from .deploy import Checkpoint, Deployment, Export
 from .measure import Measure, Validation
 
+#: Files and folders of every run, which no arm may take for its own.
+RESERVED = ("train", "stated", "trained", "log", "lock")
+
 
 @dataclass(frozen=True)
 class Images:
@@ -88,8 +91,12 @@ class Arm:
 
     def trainings(self) -> list[Training]:
         """All that it takes, each once, after those that it uses."""
-        used = [each for training in (*self.beside, self.training) for each in _with_used(training)]
-        return list({training.name: training for training in used}.values())
+        return list({training.name: training for training in _trainings(self)}.values())
+
+
+def _trainings(arm: Arm) -> Iterator[Training]:
+    for training in (*arm.beside, arm.training):
+        yield from _with_used(training)
 
 
 def _with_used(training: Training) -> Iterator[Training]:
@@ -119,6 +126,22 @@ class Size:
     kwargs: tuple[str, ...]
     options: tuple[str, ...]
     seeds: range
+
+    def __post_init__(self) -> None:
+        """Refuse names that would make one run, or one file of results, of two.
+
+        Raises:
+            ValueError: if there are such names.
+        """
+        trainings: dict[str, Training] = {}
+        files: dict[tuple[str, str], str] = {}
+        for arm in self.arms:
+            for training in _trainings(arm):
+                if trainings.setdefault(training.name, training) != training:
+                    raise ValueError(f"Two trainings are called {training.name}.")
+            file = slug(arm.name)
+            if file in RESERVED or files.setdefault((arm.training.name, file), arm.name) != arm.name:
+                raise ValueError(f"{arm.name} needs another name: {file} is taken.")
 
     def trainings(self) -> list[Training]:
         """Each once, after those that it uses."""

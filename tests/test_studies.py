@@ -219,8 +219,104 @@ def test_a_training_that_was_interrupted_is_not_done(folder, monkeypatch):
     (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
     monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])  # ends well, as after ^C
     (told,) = work_off([run], 1, list)
-    assert "train.py was interrupted after 0% of its epochs" in told
+    assert "train.py was interrupted after 0 of 3 epochs" in told
     assert not run.is_trained()
+
+
+@needs_scripts
+def test_an_epoch_that_was_not_saved_does_not_count(folder, monkeypatch):
+    (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
+    (run.folder / "train").mkdir(parents=True)
+    (run.folder / "train" / "summary.csv").write_text("epoch,train_loss\n0,3\n1,2\n2,1\n")
+    torch.save({"epoch": 1}, run.folder / "train" / "last.pth.tar")
+    assert run.progress() == 1
+    monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])
+    (told,) = work_off([run], 1, list)
+    assert "train.py was interrupted after 2 of 3 epochs" in told
+    assert not run.is_trained()
+
+
+@pytest.mark.parametrize(
+    ("arms", "told"),
+    [
+        ((Arm("a", DENSE), Arm("b", replace(DENSE, options=("--drop-path", "0.9")))), "Two trainings are called dense"),
+        ((Arm("a", EWA, beside=(replace(EWA, draw=1),)),), "Two trainings are called ewa"),
+        ((Arm("rate x4", DENSE), Arm("rate X4", DENSE)), "rate X4 needs another name: rate-x4 is taken"),
+        ((Arm("Train", DENSE),), "Train needs another name: train is taken"),
+    ],
+)
+def test_names_that_make_one_of_two_are_refused(arms, told):
+    with pytest.raises(ValueError, match=told):
+        small_study(*arms)
+
+
+def test_a_training_with_an_average_hands_on_its_own_weights():
+    """Of a checkpoint that has both, timm's --initial-checkpoint takes the average."""
+    sizes = [size for study in STUDIES.values() for size in study.sizes.values()]
+    uses = [use for size in sizes for training in size.trainings() for use in training.uses]
+    assert uses
+    for use in uses:
+        assert isinstance(use.deployment, Export) or "--model-ema" not in use.training.options, use.training.name
+
+
+def test_figures_of_elsewhere_are_counted_and_kept_if_asked(folder, monkeypatch):
+    runs = make_runs(small_study(Arm("dense", DENSE), Arm("EWA", EWA)), folder)
+    kept = folder / "kept.json"
+    results.write(kept, runs)
+    stored = json.loads(kept.read_text())
+    stored["arms"]["EWA"]["figures"]["0"], stored["cost"]["ewa"] = {"top1": 2.0}, {"0": "of elsewhere"}
+    kept.write_text(json.dumps(stored))
+    assert results.from_elsewhere(kept, runs) == 1
+    monkeypatch.setattr(
+        Run, "results", lambda run: {"cost": "here", "arms": {arm.name: {"top1": 1.0} for arm in run.arms()}}
+    )
+    assert results.from_elsewhere(kept, runs) == 0
+    results.write(kept, runs, keep=True)
+    read = results.read(kept)
+    assert read["arms"]["EWA"]["figures"]["0"] == {"top1": 2.0}
+    assert read["arms"]["dense"]["figures"]["0"] == {"top1": 1.0}
+    assert read["cost"] == {"dense": {"0": "here"}, "ewa": {"0": "of elsewhere"}}
+    results.write(kept, runs)
+    read = results.read(kept)
+    assert read["arms"]["EWA"]["figures"]["0"] == {"top1": 1.0}
+    assert read["cost"]["ewa"] == {"0": "here"}
+
+
+def refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["studies", *map(str, arguments)])
+    with pytest.raises(SystemExit):
+        main()
+    return capsys.readouterr().err
+
+
+def test_what_is_wrong_is_told_before_the_first_run(folder, monkeypatch, capsys):
+    (folder / "studies" / "results").mkdir(parents=True)
+    monkeypatch.setattr("studies.__main__.HERE", folder / "studies")
+    (folder / "scripts").mkdir()
+    for name in ("train.py", "validate.py"):
+        told = refused(["scratch", "--data-dir", folder / "all", "--scripts", folder / "scripts"], monkeypatch, capsys)
+        assert "give the folder that holds timm's train.py and validate.py" in told
+        (folder / "scripts" / name).write_text("")
+    options = ["--data-dir", folder / "all", "--scripts", folder / "scripts", "--output", folder / "runs"]
+    told = refused(["scratch", "search", *options], monkeypatch, capsys)
+    assert "scratch: The study is about 100 classes of images" in told
+    (folder / "studies" / "results" / "scratch-small.json").write_text('{"arms": {"den')
+    assert "scratch-small.json is damaged, it is not JSON" in refused(["--report"], monkeypatch, capsys)
+
+
+def test_two_processes_that_link_the_same_images_get_all_of_them(folder, monkeypatch):
+    part, target = Images(of=2), folder / "linked"
+    rename = Path.rename
+
+    def another_is_faster(unfinished, to):
+        monkeypatch.setattr(Path, "rename", rename)
+        assert images.link(part, folder / "all", target).classes == 2
+        return rename(unfinished, to)
+
+    monkeypatch.setattr(Path, "rename", another_is_faster)
+    assert images.link(part, folder / "all", target).classes == 2
+    assert len(list(target.glob("*/*/*"))) == 36
+    assert [path.name for path in folder.iterdir() if path.name.startswith("linked")] == ["linked"]
 
 
 def test_the_page_says_what_the_intervals_allow():
@@ -381,7 +477,7 @@ def test_images_are_those_that_are_asked_for(folder):
         images.link(Images(of=2), folder / "all", linked)
     with pytest.raises(FileNotFoundError, match="The study is about 100 classes of images"):
         images.link(Images(), folder / "all", folder / "more")
-    with pytest.raises(FileNotFoundError, match="has 0"):
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
         images.link(Images(), folder / "nothing", folder / "more")
 
 
@@ -469,7 +565,7 @@ def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
     assert longer == 2 * short == 96
     now = iter([0.0, 60.0])
     monkeypatch.setattr("studies.scheduler.time.monotonic", lambda: next(now))
-    clock = _Clock(runs, 1, len(runs))
+    clock = _Clock(runs, len(runs))
     clock.see(runs[0], is_done=True)
     clock.tell([])
     assert "1 of 2 runs done, about 2 min left" in capfd.readouterr().err
@@ -500,10 +596,8 @@ def test_each_image_is_one_experts():
 
 @pytest.mark.parametrize("option", ["--seeds", "--jobs"])
 def test_a_number_of_none_is_refused(option, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["studies", option, "-1"])
-    with pytest.raises(SystemExit):
-        main()
-    assert f"argument {option}: -1 is not a whole number of at least 1" in capsys.readouterr().err
+    told = refused([option, "-1"], monkeypatch, capsys)
+    assert f"argument {option}: -1 is not a whole number of at least 1" in told
 
 
 def test_cifar_is_written_as_folders(tmp_path):

@@ -58,21 +58,21 @@ FURTHER = ("--initial-checkpoint", "{start}", *SMALL_FURTHER)
 PUBLIC = ("--opt", "momentum", "--lr", "5e-3", "-b", "1024", "--epochs", "41", "--warmup-epochs", "4")
 
 READING = (
-    "pBE is the best use of the V-MoE here: in each of the three seeds its NLL and ECE are lower than those of K 2, of "
-    "tiling alone, of two V-MoEs that are fine-tuned half as long, of MC dropout and of MIMO. The paper finds the same, with "
-    "smaller differences, of all of these but the two V-MoEs, which it does not train. Two choices for each token "
-    "without members that differ (K 2, tiling) gain nothing. But the dense ViT does as well as pBE, in less time. With "
-    "10,000 images the V-MoE is not better than its dense twin, in NLL it is worse; in the paper it is better by 1.8 "
-    "points. So pBE regains what routing cost here. The batch ensemble does not improve on the ViT. Three seeds do not "
-    "tell pBE, batch ensemble and ViT apart. MIMO loses accuracy, as in the paper. Nothing follows for longer "
-    "training or larger models."
+    "pBE is the best use of the V-MoE here: in each of the three seeds its NLL and ECE are lower than those of K 2, "
+    "of tiling alone, of two V-MoEs that are fine-tuned half as long, of MC dropout and of MIMO. The paper finds the "
+    "same, with smaller differences, of all of these but the two V-MoEs, which it does not train. Two choices for "
+    "each token without members that differ (K 2, tiling) gain nothing. But the dense ViT does as well as pBE, in "
+    "less time. With 10,000 images the V-MoE is not better than its dense twin, in NLL it is worse; in the paper it "
+    "is better by 1.8 points. So pBE regains what routing cost here. The batch ensemble does not improve on the ViT. "
+    "Three seeds do not tell pBE, batch ensemble and ViT apart. MIMO loses accuracy, as in the paper. Nothing follows "
+    "for longer training or larger models."
 )
 
 STUDY = Study(
     name="ensembles",
     title="pBE: an ensemble inside one sparse model",
-    question="Are two members inside one V-MoE better than the V-MoE, than two that are fine-tuned half as long, and than "
-    "other ensembles inside one model?",
+    question="Are two members inside one V-MoE better than the V-MoE, than two that are fine-tuned half as long, and "
+    "than other ensembles inside one model?",
     source="pBE (arXiv 2110.03360), tables 3 and 9, B/32 on ImageNet (its public configuration, which the size for a "
     "GPU has, is S/32 on CIFAR-100)",
     measure=Evaluation(),
