@@ -3,11 +3,18 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 class Deployment(Protocol):
-    """Makes what is measured, or what another training needs, of train.py's folder."""
+    """Makes what is measured, or what another training needs, of train.py's folder.
+
+    Attributes:
+        told: what is deployed, in words or as a command.
+    """
+
+    @property
+    def told(self) -> str: ...
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         """The command lines to run, one after the other.
@@ -27,6 +34,8 @@ class Deployment(Protocol):
 class Checkpoint:
     """train.py's last checkpoint, as it is."""
 
+    told: ClassVar[str] = "the last checkpoint"
+
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         return []
 
@@ -44,6 +53,10 @@ class Export:
 
     options: tuple[str, ...] = ()
 
+    @property
+    def told(self) -> str:
+        return f"`{' '.join(['timm-moe export', *self.options])}`"
+
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         return [_export(training / "last.pth.tar", target, *self.options)]
 
@@ -60,6 +73,10 @@ class LatestAverage:
     """
 
     epochs: int
+
+    @property
+    def told(self) -> str:
+        return f"the mean of the last {self.epochs} epochs' checkpoints"
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         averaged = target.parent / f"{target.name}.pth.tar"

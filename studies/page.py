@@ -1,5 +1,6 @@
 """The page of all results, written from the JSON files: tables, what the intervals allow to be said, and charts."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -9,8 +10,8 @@ from .catalogue import STUDIES
 from .chart import chart_name, differences, draw
 from .measure import Figure
 from .results import read
-from .statistics import Difference, paired, standard_error
-from .study import Arm, Study
+from .statistics import CONFIDENCE, Difference, paired, standard_error
+from .study import Arm, Size, Study, Training
 
 NOTHING = (
     "No study has been run yet: nothing here shows that EWA, routed experts or ensembles improve on dense training."
@@ -29,8 +30,19 @@ def write(folder: Path) -> None:
 
 def text(folder: Path) -> str:
     """The page."""
-    sections = [section(study, size, results) for study, size, results in stored(folder)]
-    return TEMPLATE.read_text().replace("{studies}", "\n\n".join(sections) or NOTHING)
+    known = stored(folder)
+    sections = "\n\n".join(section(study, size, results) for study, size, results in known)
+    intervals = len(re.findall(r"\([+-][\d.]+ to [+-][\d.]+\)", sections))
+    parts = {
+        "{studies}": sections or NOTHING,
+        "{recipes}": "\n\n".join(recipe(study, size) for study, size, _ in known),
+        "{intervals}": f"{intervals} intervals",
+        "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
+    }
+    text = TEMPLATE.read_text()
+    for place, part in parts.items():
+        text = text.replace(place, part)
+    return text
 
 
 def stored(folder: Path) -> list[tuple[Study, str, dict[str, Any]]]:
@@ -70,6 +82,35 @@ def section(study: Study, size: str, results: dict[str, Any]) -> str:
             *_circumstances(results),
         ]
     )
+
+
+def recipe(study: Study, size: str) -> str:
+    """How the arms of a study are trained."""
+    of_all = study.sizes[size]
+    seeds = f"{of_all.seeds.start} to {of_all.seeds.stop - 1}"
+    options = " ".join([*of_all.options, "--model-kwargs", *of_all.kwargs])
+    return "\n".join(
+        [
+            f"### {study.title}: recipe",
+            "",
+            f"Seeds {seeds}. Of every training: `{options}`. Where an option comes again below, that counts.",
+            "",
+            "| | trained by, one after the other | deployed by |",
+            "|---|---|---|",
+            *(f"| {arm.name} | {_trained_by(arm, of_all)} | {arm.deployment.told} |" for arm in of_all.arms),
+        ]
+    )
+
+
+def _trained_by(arm: Arm, size: Size) -> str:
+    return "; ".join(_command(training, size) for training in arm.trainings())
+
+
+def _command(training: Training, size: Size) -> str:
+    kwargs = ["--model-kwargs", *training.kwargs] if training.kwargs else []
+    options = " ".join(["--model", size.models[training.model], *kwargs, *training.options])
+    more = f", callback `{training.callback}`" if training.callback else ""
+    return f"`{options}`{more}{', another draw' if training.draw else ''}"
 
 
 def figures_of(results: dict[str, Any], arm: str) -> dict[str, dict[str, float]]:

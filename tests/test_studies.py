@@ -342,6 +342,8 @@ def test_the_page_says_what_the_intervals_allow():
     assert "| 3 |  | 1.00 | 1.00 |" in section  # dense; the one of EWA had a break
     assert "a chip; torch 2." in section
     assert "Of 2 trainings 1 went on after a break." in section
+    row = "| EWA | `--model vit_tiny_ewa_moe --model-kwargs share_rate=0.3` | `timm-moe export` |"
+    assert row in page.recipe(study, "small")
 
 
 def test_the_cost_of_an_arm_is_that_of_all_it_takes_on_one_machine():
