@@ -26,6 +26,11 @@ SAME = "expert_init=same"
 #: one they go more than 10 % away.
 APART = (SAME, "share_schedule=constant", "share_rate=0.01")
 
+READING = (
+    "One seed so far, by which nothing can be chosen. All arms lie above dense training, dropout among them: either what "
+    "they gain is regularization, or this draw of the baseline is a low one. More seeds are to tell."
+)
+
 STUDY = Study(
     name="search",
     title="When and how to merge: the search",
@@ -70,4 +75,5 @@ STUDY = Study(
             options=(*SMALL_OPTIONS, *LONG),
         )
     },
+    readings={"small": READING},
 )
