@@ -50,8 +50,8 @@ READING = (
     "averaged makes no difference: linear is not told apart from never. Experts that begin as copies of a trained "
     "network stay near each other in so few steps of SGD: 2 % from their mean where nothing averages them "
     "(`experts.json`). So the four arms of experts are nearly one network, on one draw of the images' order. Dense "
-    "training by another draw of it is not told apart from the first either, and EWA from none of the two. A learning "
-    "rate of a quarter, on the same draw, is better by 0.12 points, with an interval that begins at 0.01; of so many "
+    "training by another draw of it is not told apart from the first, nor is EWA from either. A learning rate of a "
+    "quarter, on the same draw, is better by 0.12 points, with an interval that begins at 0.01; of so many "
     "comparisons one would do so by chance."
 )
 

@@ -27,8 +27,8 @@ SAME = "expert_init=same"
 APART = (SAME, "share_schedule=constant", "share_rate=0.01")
 
 READING = (
-    "One seed so far, by which nothing can be chosen. All arms lie above dense training, dropout among them: either what "
-    "they gain is regularization, or this draw of the baseline is a low one. More seeds are to tell."
+    "One seed so far, by which nothing can be chosen. All arms lie above dense training, dropout among them: either "
+    "what they gain is regularization, or this draw of the baseline is a low one. More seeds are to tell."
 )
 
 STUDY = Study(
