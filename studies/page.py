@@ -39,10 +39,10 @@ def text(folder: Path) -> str:
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
     }
-    text = TEMPLATE.read_text()
+    whole = TEMPLATE.read_text()
     for place, part in parts.items():
-        text = text.replace(place, part)
-    return text
+        whole = whole.replace(place, part)
+    return whole
 
 
 def stored(folder: Path) -> list[tuple[Study, str, dict[str, Any]]]:
