@@ -37,10 +37,10 @@ def switch_ema(window: str) -> None:
 
 def lr_divided(value: str) -> None:
     """The learning rate of the networks that EWA would convert, divided: ``every-2/4`` by 4 in every second block."""
-    places, _, divisor = value.rpartition("/")
+    places, divisor = _places_and_divisor(value)
 
     def divide(optimizer: Optimizer, arguments: dict[str, Any]) -> None:
-        _divide(optimizer, arguments["model_or_params"], places, float(divisor))
+        _divide(optimizer, arguments["model_or_params"], places, divisor)
 
     _around(timm.optim, "create_optimizer_v2", after=divide)
 
@@ -52,12 +52,8 @@ def _divide(optimizer: Optimizer, model: nn.Module, places: str, divisor: float)
 
 def begin_divided(value: str) -> None:
     """The weights that the networks begin with, divided: ``every-2/2`` as the mean of four that are drawn apart."""
-    places, _, divisor = value.rpartition("/")
-    _around(
-        timm.optim,
-        "create_optimizer_v2",
-        before=lambda arguments: _divide_weights(arguments["model_or_params"], places, float(divisor)),
-    )
+    places, divisor = _places_and_divisor(value)
+    _change(lambda model: _divide_weights(model, places, divisor))
 
 
 @torch.no_grad()
@@ -65,6 +61,11 @@ def _divide_weights(model: nn.Module, places: str, divisor: float) -> None:
     for network in _networks(model, places):
         for parameter in network.parameters():
             parameter /= divisor
+
+
+def _places_and_divisor(value: str) -> tuple[str, float]:
+    places, _, divisor = value.rpartition("/")
+    return places, float(divisor)
 
 
 def _networks(model: nn.Module, places: str) -> list[nn.Module]:
@@ -84,10 +85,13 @@ def _freeze_all_but_fusion(model: nn.Module) -> None:
 
 
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
-    """A callback without a value that changes the model before its optimizer is made."""
-    return lambda value: _around(
-        timm.optim, "create_optimizer_v2", before=lambda arguments: change(arguments["model_or_params"])
-    )
+    """A callback without a value that changes the model."""
+    return lambda value: _change(change)
+
+
+def _change(change: Callable[[nn.Module], object]) -> None:
+    """Change the model before its optimizer is made."""
+    _around(timm.optim, "create_optimizer_v2", before=lambda arguments: change(arguments["model_or_params"]))
 
 
 def _around(

@@ -21,8 +21,8 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
         interval: seconds between two lines about progress.
 
     Returns:
-        What went wrong, a line for each run that failed, is worked on by another process, or lacks what it needs; each
-        is also printed when it happens.
+        What went wrong, a line for each run that failed, is worked on by another process, or lacks what it needs. A
+        run that fails is also told at once.
     """
     waiting = [run for run in runs if not run.is_done()]
     clock = _Clock(runs, len(waiting))
