@@ -128,20 +128,21 @@ class Size:
     seeds: range
 
     def __post_init__(self) -> None:
-        """Refuse names that would make one run, or one file of results, of two.
+        """Refuse names that would make one run, or one row of results, of two.
 
         Raises:
             ValueError: if there are such names.
         """
         trainings: dict[str, Training] = {}
-        files: dict[tuple[str, str], str] = {}
+        taken = set(RESERVED)
         for arm in self.arms:
             for training in _trainings(arm):
                 if trainings.setdefault(training.name, training) != training:
                     raise ValueError(f"Two trainings are called {training.name}.")
             file = slug(arm.name)
-            if file in RESERVED or files.setdefault((arm.training.name, file), arm.name) != arm.name:
+            if file in taken or file.startswith("uses-"):
                 raise ValueError(f"{arm.name} needs another name: {file} is taken.")
+            taken.add(file)
 
     def trainings(self) -> list[Training]:
         """Each once, after those that it uses."""

@@ -243,6 +243,8 @@ def test_an_epoch_that_was_not_saved_does_not_count(folder, monkeypatch):
         ((Arm("a", EWA, beside=(replace(EWA, draw=1),)),), "Two trainings are called ewa"),
         ((Arm("rate x4", DENSE), Arm("rate X4", DENSE)), "rate X4 needs another name: rate-x4 is taken"),
         ((Arm("Train", DENSE),), "Train needs another name: train is taken"),
+        ((Arm("uses start", DENSE),), "uses start needs another name: uses-start is taken"),
+        ((Arm("a", DENSE), Arm("a", EWA)), "a needs another name: a is taken"),
     ],
 )
 def test_names_that_make_one_of_two_are_refused(arms, told):
@@ -253,10 +255,11 @@ def test_names_that_make_one_of_two_are_refused(arms, told):
 def test_a_training_with_an_average_hands_on_its_own_weights():
     """Of a checkpoint that has both, timm's --initial-checkpoint takes the average."""
     sizes = [size for study in STUDIES.values() for size in study.sizes.values()]
-    uses = [use for size in sizes for training in size.trainings() for use in training.uses]
+    uses = [(size, use) for size in sizes for training in size.trainings() for use in training.uses]
     assert uses
-    for use in uses:
-        assert isinstance(use.deployment, Export) or "--model-ema" not in use.training.options, use.training.name
+    for size, use in uses:
+        options = (*size.options, *use.training.options)
+        assert isinstance(use.deployment, Export) or "--model-ema" not in options, use.training.name
 
 
 def test_figures_of_elsewhere_are_counted_and_kept_if_asked(folder, monkeypatch):
@@ -597,7 +600,7 @@ def test_each_image_is_one_experts():
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--jobs"])
-def test_a_number_of_none_is_refused(option, monkeypatch, capsys):
+def test_numbers_below_one_are_refused(option, monkeypatch, capsys):
     told = refused([option, "-1"], monkeypatch, capsys)
     assert f"argument {option}: -1 is not a whole number of at least 1" in told
 
