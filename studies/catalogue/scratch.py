@@ -34,6 +34,10 @@ ARMS = (
         "dense, learning rate / 4 in the converted networks",
         Training("lr-over-4", "dense", callback="lr_divided=every-2/4"),
     ),
+    Arm(
+        "dense, initial weights / 2 in the converted networks",
+        Training("half-begin", "dense", callback="begin_divided=every-2/2"),
+    ),
     Arm("EWA, linear", LINEAR, paper="75.20"),
     Arm("EWA, constant", ewa("ewa-constant", "share_schedule=constant")),
     Arm("EWA, late", ewa("ewa-late", "share_schedule=late")),
@@ -68,6 +72,7 @@ STUDY = Study(
         for rival in (
             "dense, weight EMA",
             "dense, learning rate / 4 in the converted networks",
+            "dense, initial weights / 2 in the converted networks",
             "experts never averaged, their mean",
         )
     ),
