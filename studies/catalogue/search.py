@@ -18,9 +18,16 @@ def candidate(name: str, *kwargs: str, options: tuple[str, ...] = (), callback: 
     return Training(name, "ewa", kwargs, options, callback=callback)
 
 
-DENSE = Training("dense", "dense", options=EMA)
-LINEAR = candidate("linear", options=EMA)
 DROPOUT = "proj_drop_rate=0.1"
+#: The networks that EWA would convert begin as small as the mean of four that are drawn apart.
+HALF = "begin_divided=every-2/2"
+
+DENSE = Training("dense", "dense", options=EMA)
+DENSE_DROPOUT = Training("dense-dropout", "dense", (DROPOUT,))
+DENSE_HALF = Training("dense-begin", "dense", callback=HALF)
+LINEAR = candidate("linear", options=EMA)
+LINEAR_DROPOUT = candidate("linear-dropout", DROPOUT)
+
 SAME = "expert_init=same"
 #: At a constant rate of 0.3 the experts stay within 1 % of their mean, so what else is changed can do little. At this
 #: one they go more than 10 % away.
@@ -44,14 +51,11 @@ STUDY = Study(
             (
                 Arm("dense", DENSE),
                 Arm("dense, weight EMA", DENSE, Export(("--use-ema",))),
-                Arm("dense, dropout 0.1", Training("dense-dropout", "dense", (DROPOUT,))),
-                Arm(
-                    "dense, initial weights / 2 in the converted networks",
-                    Training("dense-begin", "dense", callback="begin_divided=every-2/2"),
-                ),
+                Arm("dense, dropout 0.1", DENSE_DROPOUT),
+                Arm("dense, initial weights / 2 in the converted networks", DENSE_HALF),
                 Arm("linear", LINEAR),
                 Arm("linear, weight EMA", LINEAR, Export(("--use-ema",))),
-                Arm("linear, dropout 0.1", candidate("linear-dropout", DROPOUT)),
+                Arm("linear, dropout 0.1", LINEAR_DROPOUT),
                 Arm("constant, begin alike", candidate("constant-same", SAME, "share_schedule=constant")),
                 Arm("rate 0.01, begin alike", candidate("apart", *APART)),
                 Arm("rate 0.01, begin alike, by depth", candidate("by-depth", *APART, callback="rate_by_depth")),

@@ -1,0 +1,39 @@
+"""The best of the search, on classes and seeds that it never saw, beside what may explain the gain."""
+
+from ..study import Arm, Images, Study, Training
+from .search import DENSE, DENSE_DROPOUT, DENSE_HALF, DROPOUT, HALF, LINEAR, LINEAR_DROPOUT, LONG
+from .settings import SMALL_OPTIONS, small
+
+IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
+
+STUDY = Study(
+    name="confirmation",
+    title="When and how to merge: the confirmation",
+    question="Does the best of the search beat dense training on 20 other classes and 5 other seeds, and is it more "
+    "than initial weights of half the size, or dropout?",
+    source="ours",
+    sizes={
+        "small": small(
+            (
+                Arm("dense", DENSE),
+                Arm("dense, dropout 0.1", DENSE_DROPOUT),
+                Arm("dense, initial weights / 2 in the converted networks", DENSE_HALF),
+                Arm(
+                    "dense, initial weights / 2, dropout 0.1",
+                    Training("dense-begin-dropout", "dense", (DROPOUT,), callback=HALF),
+                ),
+                Arm("linear", LINEAR),
+                Arm("linear, dropout 0.1", LINEAR_DROPOUT),
+            ),
+            range(200, 205),
+            setting="cifar100-confirmation",
+            images={"images": IMAGES},
+            options=(*SMALL_OPTIONS, *LONG),
+        )
+    },
+    pairs=(
+        ("linear", "dense, initial weights / 2 in the converted networks"),
+        ("linear, dropout 0.1", "dense, dropout 0.1"),
+        ("linear, dropout 0.1", "dense, initial weights / 2, dropout 0.1"),
+    ),
+)
