@@ -16,6 +16,13 @@ ARMS = (
     Arm("EWA, linear", LINEAR),
 )
 
+READING = (
+    "Neither routed experts nor their averages are told apart from dense training. The interval of Early EWA is as "
+    "wide as the paper's gain, 2.1 points beside the naive MoE: two more seeds are to make it narrower. The routers "
+    "work: at the end each of the four experts gets between 22 and 28 % of the tokens, and 2.4 % or less are dropped "
+    "(train.py's log)."
+)
+
 STUDY = Study(
     name="routing",
     title="Naive MoE and Early EWA",
@@ -23,7 +30,7 @@ STUDY = Study(
     "experts; EWA's are averaged.",
     source="EWA (arXiv 2308.06093), table 5, ViT-S",
     sizes={
-        "small": small(ARMS, range(3)),
+        "small": small(ARMS),
         "paper": paper(
             ARMS,
             range(3),
@@ -37,4 +44,5 @@ STUDY = Study(
         ),
     },
     pairs=(("MoE, Early EWA", "naive MoE"),),
+    readings={"small": READING},
 )
