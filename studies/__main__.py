@@ -67,19 +67,14 @@ def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argpars
     scripts = [Path(args.scripts or "", name) for name in ("train.py", "validate.py")]
     if args.scripts is None or not all(script.exists() for script in scripts):
         parser.error("give the folder that holds timm's train.py and validate.py by --scripts or TIMM_SCRIPTS")
-    places: dict[str, Place] = {}
+    runs: list[Run] = []
     for study in studies:
         try:
-            places[study.name] = _place(study.sizes[args.size], args)
-        except (FileNotFoundError, FileExistsError) as error:
+            runs += _runs(study, _place(study.sizes[args.size], args), args)
+        except (FileNotFoundError, FileExistsError, ValueError) as error:
             parser.error(f"{study.name}: {error}")
-    failed: list[str] = []
-    for study in studies:
-        try:
-            failed += _run(study, places[study.name], args)
-        except (FileExistsError, ValueError) as error:  # about its results
-            failed.append(f"{study.name}: {error}")
-    return failed
+    jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
+    return work_off(runs, jobs, lambda run: _keep([run], args))
 
 
 def _at_least_one(text: str) -> int:
@@ -96,23 +91,36 @@ def _place(size: Size, args: argparse.Namespace) -> Place:
     return Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device)
 
 
-def _run(study: Study, place: Place, args: argparse.Namespace) -> list[str]:
-    """Do what is missing of a study; lines about what failed."""
+def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
+    """All that belongs to a study, or what its results lack; what is known already is kept first.
+
+    Raises:
+        FileExistsError: if the results are of other options, images or deployments.
+        ValueError: if they are damaged.
+    """
     size = study.sizes[args.size]
     seeds = range(size.seeds.start, size.seeds.start + (args.seeds or len(size.seeds)))
     runs = [Run(study, size, training, seed, place) for seed in seeds for training in size.trainings()]
     print(f"{study.name}: {study.question}", file=sys.stderr, flush=True)
-    path = HERE / "results" / f"{study.name}-{args.size}.json"
-    results.write(path, runs, keep=args.missing)
+    _keep(runs, args)
+    path = _results(study, args)
     if args.missing:
-        runs = results.missing(path, runs)
-    elif others := results.from_elsewhere(path, runs):
+        return results.missing(path, runs)
+    if others := results.from_elsewhere(path, runs):
         print(
             f"{others} figures in {path} were measured elsewhere; runs here take their place without --missing.",
             file=sys.stderr,
         )
-    jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
-    return work_off(runs, jobs, lambda: results.write(path, runs, keep=args.missing))
+    return runs
+
+
+def _keep(runs: Sequence[Run], args: argparse.Namespace) -> None:
+    """Write what is known of runs of one study."""
+    results.write(_results(runs[0].study, args), runs, keep=args.missing)
+
+
+def _results(study: Study, args: argparse.Namespace) -> Path:
+    return HERE / "results" / f"{study.name}-{args.size}.json"
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 from .runs import Run, RunFailed
 
@@ -11,13 +12,13 @@ from .runs import Run, RunFailed
 INTERVAL = 60.0
 
 
-def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interval: float = INTERVAL) -> list[str]:
+def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], interval: float = INTERVAL) -> list[str]:
     """Do the runs that are missing, those that others need first.
 
     Args:
-        runs: all of a study, done or not.
+        runs: of one study or several, done or not; two never work in one folder at a time.
         jobs: how many at a time.
-        keep: called after each that ended, to write results.
+        keep: called with each that ended, to write its results.
         interval: seconds between two lines about progress.
 
     Returns:
@@ -30,7 +31,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
     running: dict[Future[None], Run] = {}
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
-            ready = [run for run in waiting if run.can_start()][: jobs - len(running)]
+            ready = _ready(waiting, running.values())[: jobs - len(running)]
             waiting = [run for run in waiting if run not in ready]
             for run in ready:
                 running[pool.submit(run.work)] = run
@@ -45,10 +46,19 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[], object], interva
                 for line in told:
                     print(line, file=sys.stderr, flush=True)
                 clock.see(run, is_done=not told)
-            if ended:
-                keep()
+                keep(run)
             clock.tell(list(running.values()))
     return failed
+
+
+def _ready(waiting: Sequence[Run], running: Iterable[Run]) -> list[Run]:
+    """Those that can start now, one for each folder: studies of the same setting share trainings."""
+    taken = {run.folder for run in running}
+    ready: dict[Path, Run] = {}
+    for run in waiting:
+        if run.folder not in taken and run.can_start():
+            ready.setdefault(run.folder, run)
+    return list(ready.values())
 
 
 def _outcome(future: Future[None], run: Run) -> list[str]:
@@ -69,7 +79,8 @@ class _Clock:
     def __init__(self, runs: Sequence[Run], missing: int):
         self._total, self._done = len(runs), len(runs) - missing
         self._start = time.monotonic()
-        self._images = {run: run.images_to_see() for run in runs}
+        first = {run.folder: run for run in reversed(runs)}  # who trains, where studies share a training
+        self._images = {run: run.images_to_see() if first[run.folder] is run else 0 for run in runs}
         self._before = {run: run.progress() for run in runs}
         self._worked = 0.0  # images since the start
 

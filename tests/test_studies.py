@@ -78,7 +78,7 @@ def test_two_arms_from_images_to_the_page(folder):
     study = small_study(Arm("dense", DENSE), Arm("EWA", EWA))
     runs = make_runs(study, folder)
     kept = folder / "results" / "tiny-small.json"
-    assert work_off(runs, 2, lambda: results.write(kept, runs)) == []
+    assert work_off(runs, 2, lambda run: results.write(kept, [run])) == []
     stored = json.loads(kept.read_text())
     assert set(stored["arms"]) == {"dense", "EWA"}
     for name in stored["arms"]:
@@ -87,7 +87,7 @@ def test_two_arms_from_images_to_the_page(folder):
     assert f"| EWA | {stored['arms']['EWA']['figures']['0']['top1']:.2f} |" in section
     assert "one seed, which tells nothing" in section
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
-    assert work_off(make_runs(study, folder), 1, list) == []  # nothing is done twice
+    assert work_off(make_runs(study, folder), 1, id) == []  # nothing is done twice
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
@@ -107,10 +107,10 @@ def test_a_killed_run_goes_on_from_its_last_epoch(folder):
     assert not run.is_done()
     os.kill(process.pid, signal.SIGKILL)  # train.py outlives it, and holds the lock
     process.wait()
-    assert work_off([run], 1, list) == ["dense, seed 0: another process works on it."]
+    assert work_off([run], 1, id) == ["dense, seed 0: another process works on it."]
     os.killpg(process.pid, signal.SIGKILL)
     while True:
-        failed = work_off([run], 1, list)
+        failed = work_off([run], 1, id)
         if failed != ["dense, seed 0: another process works on it."]:
             break
         time.sleep(0.1)
@@ -127,7 +127,7 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(folder, capfd):
     after = Training("after", "dense", uses=(Use("start", wrong),))
     study = small_study(Arm("dense", DENSE), Arm("wrong", wrong), Arm("after", after))
     runs = make_runs(study, folder)
-    told = work_off(runs, 1, list)
+    told = work_off(runs, 1, id)
     assert len(told) == 2
     assert "wrong, seed 0: train.py ended with 1: ValueError: share_rate must lie between 0 and" in told[0]
     assert told[1] == "after, seed 0: not begun, since what it needs is not done."
@@ -218,7 +218,7 @@ def test_runs_on_other_images_are_others(folder):
 def test_a_training_that_was_interrupted_is_not_done(folder, monkeypatch):
     (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
     monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])  # ends well, as after ^C
-    (told,) = work_off([run], 1, list)
+    (told,) = work_off([run], 1, id)
     assert "train.py was interrupted after 0 of 3 epochs" in told
     assert not run.is_trained()
 
@@ -231,7 +231,7 @@ def test_an_epoch_that_was_not_saved_does_not_count(folder, monkeypatch):
     torch.save({"epoch": 1}, run.folder / "train" / "last.pth.tar")
     assert run.progress() == 1
     monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])
-    (told,) = work_off([run], 1, list)
+    (told,) = work_off([run], 1, id)
     assert "train.py was interrupted after 2 of 3 epochs" in told
     assert not run.is_trained()
 
@@ -392,7 +392,7 @@ def test_another_run_is_never_taken_for_this_one(folder):
     for name in ("trained", "dense"):
         (run.folder / f"{name}.json").write_text('{"top1": 99}')
     assert run.results() == {"cost": None, "arms": {}}
-    (told,) = work_off([run], 1, list)
+    (told,) = work_off([run], 1, id)
     assert "holds a run of other options: move it away" in told
 
 
@@ -574,6 +574,33 @@ def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
     clock.see(runs[0], is_done=True)
     clock.tell([])
     assert "1 of 2 runs done, about 2 min left" in capfd.readouterr().err
+
+
+def test_studies_share_trainings_and_the_machine(folder, monkeypatch):
+    dense, ewa = Arm("dense", DENSE), Arm("EWA", EWA)
+    runs = [run for arms in ((dense,), (dense, ewa)) for run in make_runs(small_study(*arms), folder, seeds=2)]
+    working, at_once = set(), []
+
+    def work(run):
+        assert run.folder not in working, "two runs in one folder"
+        working.add(run.folder)
+        at_once.append(len(working))
+        time.sleep(0.05)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "stated.json").write_text(json.dumps(run.stated()))
+        (run.folder / "trained.json").write_text("{}")
+        for arm in run.arms():
+            figures = {"stated": run.statement(arm), "figures": {"top1": 1.0}}
+            (run.folder / f"{arm.name.lower()}.json").write_text(json.dumps(figures))
+        working.remove(run.folder)
+
+    monkeypatch.setattr(Run, "work", work)
+    kept = []
+    assert work_off(runs, 2, kept.append) == []
+    assert set(kept) == set(runs)
+    assert max(at_once) == 2
+    whole = sum(run.images_to_see() for run in runs if run.seed == 0) * 2
+    assert sum(_Clock(runs, 0)._images.values()) == whole * 2 / 3  # a training of two studies counts once
 
 
 @given(images=st.integers(1, 13), rows=st.integers(1, 6), experts=st.integers(1, 5))
