@@ -95,10 +95,8 @@ CHECKPOINTS = {
     "teacher/last.pth.tar": ("vit_small_moe", {}),
     "a.pth.tar": ("vit_small_moe", {}),
     "MODEL": ("vimoe_s14", dict(routing_unit="token")),
-    "pbe/last.pth.tar": ("vmoe_pbe_s32", {}),
     "widenet/last.pth.tar": ("widenet_b", {}),
     "dense/last.pth.tar": ("vit_small_patch14_dinov2", dict(init_values=1.0)),
-    "vmoe/last.pth.tar": ("vmoe_s32", dict(num_experts=8)),
     "vmoe_b32.pth.tar": ("vmoe_b32", {}),
     "FILE": ("vit_small_patch16_224", {}),
 }
