@@ -425,6 +425,19 @@ def test_what_a_study_states_can_be_run(folder):
                 assert "{" not in " ".join(run._train_command(used))
 
 
+@pytest.mark.parametrize("size", STUDIES["students"].sizes.values(), ids=STUDIES["students"].sizes)
+def test_a_teacher_sees_the_images_that_its_student_sees(size):
+    """timm turns them from the mean and deviation of the student's config to those of the teacher's."""
+    taught = [training for training in size.trainings() if "--kd-model-name" in training.options]
+    assert taught
+    for training in taught:
+        student = timm.get_pretrained_cfg(size.models[training.model])
+        (teacher,) = [use.deployment for use in training.uses if use.name == "teacher"]
+        for option, values in {"--mean": student.mean, "--std": student.std}.items():
+            begin = teacher.options.index(option) + 1
+            assert teacher.options[begin : begin + 3] == tuple(map(str, values))
+
+
 @pytest.mark.ci
 @needs_scripts
 def test_train_py_takes_the_options_and_timm_makes_the_models(folder):

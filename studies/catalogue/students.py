@@ -5,7 +5,10 @@ from ..study import Arm, Study, Training, Use, slug
 from .settings import SMALL_FURTHER, imagenet, small
 from .widenet import WIDENET
 
-TEACHER = Use("teacher", WIDENET, Export(("--moe",)))
+#: Of the registered students. timm prepares the teacher's images by both models' configs, which ``--mean`` of train.py
+#: does not change. So the teacher's config has to be the student's, or it sees images of another contrast.
+PIXELS = ("--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5")
+TEACHER = Use("teacher", WIDENET, Export(("--moe", *PIXELS)))
 #: The weight of the task is the paper's alpha.
 DISTILLATION = (
     *("--kd-model-name", "local-dir:{teacher}", "--kd-temperature", "1"),
