@@ -6,6 +6,14 @@ from .settings import SMALL_OPTIONS, small
 
 IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
 
+READING = (
+    "Not confirmed so far, by three of five seeds: nothing is told apart from dense training. On the one seed of the "
+    "search linear with dropout led by 2.3 points and linear gained 1.8; here linear's difference is below one point, "
+    "and its interval reaches over more than three. Linear is not told apart either from dense training that begins "
+    "with half the weights in the same networks. So no schedule is recommended over dense training. Two more seeds "
+    "follow."
+)
+
 STUDY = Study(
     name="confirmation",
     title="When and how to merge: the confirmation",
@@ -36,4 +44,5 @@ STUDY = Study(
         ("linear, dropout 0.1", "dense, dropout 0.1"),
         ("linear, dropout 0.1", "dense, initial weights / 2, dropout 0.1"),
     ),
+    readings={"small": READING},
 )
