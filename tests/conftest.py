@@ -58,9 +58,13 @@ def repeatable():
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """The command line sets the level of the package's logger for its process, which here runs the other tests too."""
+    """timm's scripts and the command line set up logging for their process, which here runs the other tests too."""
+    level, handlers = logging.root.level, [*logging.root.handlers]
     yield
     logging.getLogger("timm_moe").setLevel(logging.NOTSET)
+    logging.root.setLevel(level)
+    for handler in {*logging.root.handlers} - {*handlers}:
+        logging.root.removeHandler(handler)
 
 
 @pytest.fixture
