@@ -40,5 +40,5 @@ def draw(study: Study, size: str, results: dict[str, Any], folder: Path) -> None
     axes.set_yticks(range(len(shown)), list(shown))
     axes.invert_yaxis()
     axes.set_xlabel(f"{study.measure.figures[0].title} beside {study.sizes[size].arms[0].name}, 95 % interval")
-    canvas.savefig(folder / chart_name(study, size), dpi=100)
+    canvas.savefig(folder / chart_name(study, size), dpi=100, bbox_inches="tight")
     pyplot.close(canvas)

@@ -95,7 +95,6 @@ CHECKPOINTS = {
     "teacher/last.pth.tar": ("vit_small_moe", {}),
     "a.pth.tar": ("vit_small_moe", {}),
     "MODEL": ("vimoe_s14", dict(routing_unit="token")),
-    "widenet/last.pth.tar": ("widenet_b", {}),
     "dense/last.pth.tar": ("vit_small_patch14_dinov2", dict(init_values=1.0)),
     "vmoe_b32.pth.tar": ("vmoe_b32", {}),
     "FILE": ("vit_small_patch16_224", {}),
