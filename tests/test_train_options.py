@@ -241,8 +241,13 @@ def arguments(setting):
     return options
 
 
+def marked(setting):
+    """Compiling takes most of a run's time. So `.ci/run` has those, and the default suite the others."""
+    return pytest.param(setting, marks=pytest.mark.ci if setting["torchcompile"] else (), id=words(setting))
+
+
 @needs_scripts
-@pytest.mark.parametrize("setting", pairwise(SCRIPT_OPTIONS), ids=words)
+@pytest.mark.parametrize("setting", [marked(setting) for setting in pairwise(SCRIPT_OPTIONS)])
 def test_script(images, tmp_path, setting):
     log = train(tmp_path, images, *arguments(setting), "--experiment", "a", epochs=EPOCHS)
     assert log.count("EWA: averaging the 4 experts of 2 layers") == 1
