@@ -1,5 +1,6 @@
 """CIFAR-100 as a folder of images: ``python -m studies.cifar100 FOLDER`` downloads it (170 MB) and writes PNG files."""
 
+import argparse
 import pickle
 import sys
 from collections.abc import Mapping
@@ -27,14 +28,20 @@ def write(batch: Mapping[str, Any], classes: list[str], folder: Path) -> None:
         image.save(folder / classes[label] / name)
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """Download, check and write."""
+    parser = argparse.ArgumentParser(prog="python -m studies.cifar100", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="becomes train/<class>/ and test/<class>/")
+    folder = parser.parse_args().folder
     source = folder / "download"
-    classes = CIFAR100(source, download=True).classes  # which checks the files
+    try:
+        classes = CIFAR100(source, download=True).classes  # which checks the files
+    except OSError as error:
+        sys.exit(f"CIFAR-100 cannot be downloaded from {CIFAR100.url} to {source}: {error}")
     for split in ("train", "test"):
         with (source / "cifar-100-python" / split).open("rb") as file:
             write(pickle.load(file, encoding="latin1"), classes, folder / split)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -87,7 +87,7 @@ def section(study: Study, size: str, results: dict[str, Any]) -> str:
 def recipe(study: Study, size: str) -> str:
     """How the arms of a study are trained."""
     of_all = study.sizes[size]
-    seeds = f"{of_all.seeds.start} to {of_all.seeds.stop - 1}"
+    seeds = ", ".join(map(str, of_all.seeds))
     options = " ".join([*of_all.options, "--model-kwargs", *of_all.kwargs])
     return "\n".join(
         [

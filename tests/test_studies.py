@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -656,6 +657,17 @@ def test_cifar_is_written_as_folders(tmp_path):
     ]
     image = np.asarray(Image.open(tmp_path / written[1]))
     assert image[5, 7].tolist() == [data[1][1024 * channel + 32 * 5 + 7] for channel in range(3)]
+
+
+def test_a_download_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise URLError("no network")
+
+    monkeypatch.setattr(cifar100.CIFAR100, "download", unreachable)
+    monkeypatch.setattr(sys, "argv", ["cifar100", str(tmp_path / "images")])
+    with pytest.raises(SystemExit, match=r"cannot be downloaded from .*no network"):
+        cifar100.main()
+    assert not (tmp_path / "images" / "train").exists()
 
 
 def test_switch_ema_is_its_definition():

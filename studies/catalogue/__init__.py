@@ -1,7 +1,22 @@
 """The studies, one file for each."""
 
 from ..study import Study
-from . import ablations, confirmation, ensembles, finetuning, routing, scratch, search, students, vimoe, widenet
+from . import (
+    ablations,
+    confirmation,
+    ensembles,
+    finalists,
+    finetuning,
+    routing,
+    scratch,
+    search,
+    students,
+    vimoe,
+    widenet,
+)
 
-_MODULES = (scratch, search, confirmation, finetuning, routing, ablations, vimoe, widenet, students, ensembles)
+_MODULES = (
+    *(scratch, search, finalists, confirmation, finetuning),
+    *(routing, ablations, vimoe, widenet, students, ensembles),
+)
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
