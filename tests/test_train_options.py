@@ -242,8 +242,9 @@ def arguments(setting):
 
 
 def marked(setting):
-    """Compiling takes most of a run's time. So `.ci/run` has those, and the default suite the others."""
-    return pytest.param(setting, marks=pytest.mark.ci if setting["torchcompile"] else (), id=words(setting))
+    """The default suite has the runs that resume and do not compile, `.ci/run` the others too."""
+    quick = setting["resume"] and not setting["torchcompile"]
+    return pytest.param(setting, marks=() if quick else pytest.mark.ci, id=words(setting))
 
 
 @needs_scripts
@@ -292,7 +293,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @needs_scripts
 @pytest.mark.parametrize(
-    "options", [["--model-ema"], ["--amp", "--amp-dtype", "bfloat16", "--grad-accum-steps", 2]], ids=["ema", "amp"]
+    "options",
+    [
+        pytest.param(["--model-ema"], id="ema"),
+        pytest.param(["--amp", "--amp-dtype", "bfloat16", "--grad-accum-steps", 2], id="amp", marks=pytest.mark.ci),
+    ],
 )
 def test_script_in_two_processes(images, tmp_path, options):
     (tmp_path / "on_cpus.py").write_text(ON_CPUS)
