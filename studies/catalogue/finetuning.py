@@ -45,14 +45,14 @@ PARTS = {
 }
 
 READING = (
-    "Nothing is gained by EWA in fine-tuning here, and nothing is shown to be lost: the interval is wider than two "
-    "points, since there are 2,000 test images and 300 steps, and the paper's gain is 0.45. When the experts are "
-    "averaged makes no difference: linear is not told apart from never. Experts that begin as copies of a trained "
-    "network stay near each other in so few steps of SGD: 2 % from their mean where nothing averages them "
+    "EWA shows no gain in fine-tuning here, and no loss. The intervals are more than two points wide, as there are "
+    "2,000 test images and 300 steps; the paper's gain, 0.45, lies just above those of all three schedules. When the "
+    "experts are averaged is not seen to matter: linear is not told apart from never. Experts that begin as copies of "
+    "a trained network stay near each other in so few steps of SGD: 2 % from their mean where nothing averages them "
     "(`experts.json`). So the four arms of experts are nearly one network, on one draw of the images' order. Dense "
     "training by another draw of it is not told apart from the first, nor is EWA from either. A learning rate of a "
-    "quarter, on the same draw, is better by 0.12 points, with an interval that begins at 0.01; of so many "
-    "comparisons one would do so by chance."
+    "quarter, on the same draw, is better by 0.12 points, with an interval that begins at 0.01. Of so many "
+    "comparisons a few look like this by chance."
 )
 
 STUDY = Study(

@@ -52,18 +52,19 @@ DINOV2 = (
 )
 
 READING = (
-    "The order is the paper's: experts in every block lose without a shared expert (0.43 points) and do not with one. "
-    "Without a shared expert and without the gate's factor less is lost, if anything; whether it is the gate that "
-    "costs, these intervals do not tell. It is no collapse as the paper's, from 91.3 to 52.9 %: a network this small "
-    "learns again in eight epochs what the gate takes away. Nothing gains on a dense network that is trained on for "
-    "as long. In the last two blocks the experts make no difference."
+    "The order is the paper's: experts in every block lose without a shared expert (0.43 points), and are not seen to "
+    "lose with one. Without a shared expert and without the gate's factor the loss is not told apart from zero, nor "
+    "from that with the factor. So these intervals do not tell whether the gate causes it. It is no collapse like the "
+    "paper's, from 91.3 to 52.9 %; a network this small may learn again in eight epochs what it loses at first. "
+    "Nothing is seen to gain on a dense network that is trained on for as long. In the last two blocks no arm is told "
+    "apart from it."
 )
 
 STUDY = Study(
     name="vimoe",
     title="ViMoE: shared expert and gate",
     question="Eight image-level experts begin as copies of a trained network's: does the shared expert keep them from "
-    "collapsing, and is it the gate that they collapse from?",
+    "collapsing, and does the gate cause the collapse?",
     source="ViMoE (arXiv 2410.15732), table 7, DINOv2 ViT-S/14 on CIFAR-100",
     sizes={
         "small": small(
