@@ -5,7 +5,6 @@ from . import (
     ablations,
     confirmation,
     ensembles,
-    finalists,
     finetuning,
     routing,
     scratch,
@@ -16,7 +15,7 @@ from . import (
 )
 
 _MODULES = (
-    *(scratch, search, finalists, confirmation, finetuning),
+    *(scratch, search, confirmation, finetuning),
     *(routing, ablations, vimoe, widenet, students, ensembles),
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

@@ -1,7 +1,7 @@
-"""The best of the search, on classes and seeds that it never saw, beside what may explain the gain."""
+"""The leaders of the search, on classes and seeds that it never saw, beside what may explain the gain."""
 
 from ..study import Arm, Images, Study, Training
-from .search import DENSE, DENSE_DROPOUT, DENSE_HALF, DROPOUT, HALF, LINEAR, LINEAR_DROPOUT, LONG
+from .search import ANNEALED, DENSE, DENSE_DROPOUT, DENSE_HALF, DROPOUT, FUSED, HALF, LINEAR, LINEAR_DROPOUT, LONG
 from .settings import SMALL_OPTIONS, small
 
 IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
@@ -17,8 +17,8 @@ READING = (
 STUDY = Study(
     name="confirmation",
     title="When and how to merge: the confirmation",
-    question="Does the best of the search beat dense training on 20 other classes and 5 other seeds, and is it more "
-    "than initial weights of half the size, or dropout?",
+    question="Do the leaders of the search beat dense training on 20 other classes and 5 other seeds, and do they gain "
+    "more than initial weights of half the size, or dropout?",
     source="ours",
     sizes={
         "small": small(
@@ -32,6 +32,8 @@ STUDY = Study(
                 ),
                 Arm("linear", LINEAR),
                 Arm("linear, dropout 0.1", LINEAR_DROPOUT),
+                Arm("annealed", ANNEALED),
+                Arm("fused, 0.75 of a common expert", FUSED),
             ),
             range(200, 205),
             setting="cifar100-confirmation",

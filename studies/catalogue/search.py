@@ -1,6 +1,6 @@
 """When and how to merge experts: a search on held-out training images, by one seed of each candidate.
 
-What leads goes on to the study ``finalists``, and the best of all to ``confirmation``.
+What leads goes on to the study ``confirmation``.
 
 Few images are seen often, 100 times, so that there is something to gain by regularization: dropout gains too. In the
 other studies a network has yet to learn its training images after 30 epochs.
@@ -35,7 +35,6 @@ SAME = "expert_init=same"
 #: one they go more than 10 % away.
 APART = (SAME, "share_schedule=constant", "share_rate=0.01")
 
-WHOLE_IMAGES = candidate("whole-images", *APART, callback="whole_images")
 ANNEALED = candidate("annealed", callback="annealed")
 FUSED = candidate("common", "router=fused", "common_share=0.75")
 
@@ -66,7 +65,10 @@ STUDY = Study(
                 Arm("constant, begin alike", candidate("constant-same", SAME, "share_schedule=constant")),
                 Arm("rate 0.01, begin alike", candidate("apart", *APART)),
                 Arm("rate 0.01, begin alike, by depth", candidate("by-depth", *APART, callback="rate_by_depth")),
-                Arm("rate 0.01, begin alike, parts of whole images", WHOLE_IMAGES),
+                Arm(
+                    "rate 0.01, begin alike, parts of whole images",
+                    candidate("whole-images", *APART, callback="whole_images"),
+                ),
                 Arm(
                     "rate 0.01, begin alike, learning rate of the experts x 4",
                     candidate("fast-experts", *APART, callback="lr_divided=every-2/0.25"),
