@@ -7,11 +7,14 @@ from .settings import SMALL_OPTIONS, small
 IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
 
 READING = (
-    "Not confirmed so far, by three of five seeds: nothing is told apart from dense training. On the one seed of the "
-    "search linear with dropout led by 2.3 points; here it is level with dense training (+0.02). Linear gained 1.8 "
-    "there; here its difference is below one point, and its interval reaches over more than three. Linear is not told "
-    "apart either from dense training that begins with half the weights in the same networks. So no schedule is "
-    "recommended over dense training. Two more seeds follow."
+    "Of the four ways of merging, linear alone is better than dense training, by 0.68 points; the search saw 1.80. Its "
+    "interval begins just above zero. With seven intervals, chance alone leaves zero out of one in three studies of "
+    "ten. Dropout alone is better than dense training by just as narrow a margin, and linear is not told apart from it, "
+    "nor from dense training that begins with half the weights in the same networks. On top of linear, dropout is not "
+    "seen to gain. Dense training with both, half the initial weights and dropout, leads: it is 1.15 points above "
+    "dense training, and better than linear with dropout. It is not told apart from linear without it. The annealed "
+    "schedule and the common expert are not told apart from dense training. So nothing here asks for experts: no "
+    "schedule is recommended over dense training, and none gets a name."
 )
 
 STUDY = Study(
@@ -43,8 +46,12 @@ STUDY = Study(
     },
     pairs=(
         ("linear", "dense, initial weights / 2 in the converted networks"),
+        ("linear", "dense, dropout 0.1"),
+        ("linear, dropout 0.1", "linear"),
         ("linear, dropout 0.1", "dense, dropout 0.1"),
-        ("linear, dropout 0.1", "dense, initial weights / 2, dropout 0.1"),
+        ("dense, initial weights / 2, dropout 0.1", "linear"),
+        ("dense, initial weights / 2, dropout 0.1", "linear, dropout 0.1"),
+        ("dense, initial weights / 2, dropout 0.1", "dense, dropout 0.1"),
     ),
     readings={"small": READING},
 )

@@ -43,7 +43,8 @@ READING = (
     "they gain is regularization, as dropout's 1.65 points, or this draw of the baseline is a low one. What linear "
     "gains, 1.80, dense training gains too (1.93) where the converted networks begin with half their weights, which "
     "is the size of the mean of four experts that are drawn apart. Linear with dropout leads, 2.32 above dense "
-    "training. None of it held on other classes and seeds so far: see the confirmation."
+    "training. Of this, 0.68 points of linear's gain held on other classes and seeds, and none of dropout's on top of "
+    "it: see the confirmation."
 )
 
 STUDY = Study(
