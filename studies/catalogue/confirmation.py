@@ -9,7 +9,7 @@ IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
 READING = (
     "Of the four ways of merging, linear alone is better than dense training, by 0.68 points; the search saw 1.80. Its "
     "interval begins just above zero. With seven intervals, chance alone leaves zero out of one in three studies of "
-    "ten. Dropout alone is better than dense training by just as narrow a margin, and linear is not told apart from it, "
+    "ten. Dropout alone is better than dense training by as narrow a margin, and linear is not told apart from it, "
     "nor from dense training that begins with half the weights in the same networks. On top of linear, dropout is not "
     "seen to gain. Dense training with both, half the initial weights and dropout, leads: it is 1.15 points above "
     "dense training, and better than linear with dropout. It is not told apart from linear without it. The annealed "
