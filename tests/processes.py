@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 #: What the process does from which others are forked: it only imports, so that nothing of a test is in the next one.
 _ZYGOTE = """
-import importlib, json, os, runpy, sys
+import atexit, importlib, json, os, runpy, sys, traceback
 for name in sys.argv[1:]:
     importlib.import_module(name)
 
@@ -30,17 +30,32 @@ def begin(request):
     if "timm" in sys.modules and os.environ["TIMM_MOE_AUTOLOAD"] != "0":
         import timm_moe
 
-print("ready", flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
+def run(request):
+    try:
         begin(request)
         if request["code"] is None:
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
             exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})
-        sys.exit()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+print("ready", flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        status = run(request)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # without the interpreter's own end: to free torch and timm takes a second
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -74,8 +89,11 @@ def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
 
 
 def run_script(path, *arguments, cwd=None, autoload="1", input="", **env):
-    """``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package."""
-    return _run(("timm",), autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
+    """``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package.
+
+    What train.py imports besides, which takes half a second, is there too.
+    """
+    return _run(("timm", "functorch.compile"), autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
 
 
 def run_code(code, *arguments, cwd=None, autoload="1", modules=("timm",), input="", settings=(), **env):
