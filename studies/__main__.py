@@ -51,7 +51,7 @@ def main() -> None:
         parser.error(f"{', '.join(without)} cannot be run with --size {args.size}")
     try:
         failed = [] if args.report else _run_all([STUDIES[name] for name in names], args, parser)
-        page.write(HERE / "results")
+        _tell_of_claims(page.write(HERE / "results"))
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -75,6 +75,15 @@ def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argpars
             parser.error(f"{study.name}: {error}")
     jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
     return work_off(runs, jobs, lambda run: _keep([run], args))
+
+
+def _tell_of_claims(not_borne_out: int) -> None:
+    if not_borne_out:
+        print(
+            f"{page.PAGE}: {not_borne_out} statements about the results are not borne out by them; each says so in "
+            "its place. They stand in studies/catalogue and studies/results.md.",
+            file=sys.stderr,
+        )
 
 
 def _at_least_one(text: str) -> int:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from .statistics import Difference, paired
+from .results import difference
+from .statistics import Difference
 from .study import Study
 
 
@@ -15,11 +16,8 @@ def chart_name(study: Study, size: str) -> str:
 def differences(study: Study, size: str, results: dict[str, Any]) -> dict[str, Difference]:
     """Of the first figure, for the arms that share two seeds with the baseline."""
     key = study.measure.figures[0].key
-    known = {
-        name: {seed: figures[key] for seed, figures in arm["figures"].items()} for name, arm in results["arms"].items()
-    }
     baseline, *others = (arm.name for arm in study.sizes[size].arms)
-    pairs = {name: paired(known.get(name, {}), known.get(baseline, {})) for name in others}
+    pairs = {name: difference(results, name, baseline, key) for name in others}
     return {name: pair for name, pair in pairs.items() if pair and pair.seeds > 1}
 
 

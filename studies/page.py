@@ -3,14 +3,15 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
+from . import claims
 from .catalogue import STUDIES
 from .chart import chart_name, differences, draw
 from .measure import Figure
-from .results import read
-from .statistics import CONFIDENCE, Difference, paired, standard_error
+from .results import difference, figures_of, read, values
+from .statistics import CONFIDENCE, Difference, standard_error
 from .study import Arm, Size, Study, Training
 
 NOTHING = (
@@ -19,13 +20,19 @@ NOTHING = (
 ONE_SEED = "one seed, which tells nothing"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TEMPLATE = Path(__file__).with_name("results.md")
+SUMMARY = re.compile(rf"\{{(?P<study>{'|'.join(STUDIES)}): (?P<rest>[^{{}}]+)\}}")
 
 
-def write(folder: Path) -> None:
-    """Write the page, and a chart for each study that has results."""
+def write(folder: Path) -> int:
+    """Write the page, and a chart for each study that has results.
+
+    Returns:
+        How many of the page's claims the results do not bear out.
+    """
     for study, size, results in stored(folder):
         draw(study, size, results, PAGE.parent / "images")
-    PAGE.write_text(text(folder))
+    PAGE.write_text(written := text(folder))
+    return written.count(claims.NOT_BORNE_OUT)
 
 
 def text(folder: Path) -> str:
@@ -38,11 +45,21 @@ def text(folder: Path) -> str:
         "{recipes}": "\n\n".join(recipe(study, size) for study, size, _ in known),
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
+        "{hours}": f"{sum(_hours(results) for _, _, results in known):.0f} hours",
     }
-    whole = TEMPLATE.read_text()
+    whole = summary(TEMPLATE.read_text(), folder)
     for place, part in parts.items():
         whole = whole.replace(place, part)
     return whole
+
+
+def summary(text: str, folder: Path) -> str:
+    """A text with figures for its claims about several studies, ``{scratch: EWA, linear < dense}``, of small size."""
+    return SUMMARY.sub(lambda claim: _filled(STUDIES[claim["study"]], claim["rest"], folder), text)
+
+
+def _filled(study: Study, claim: str, folder: Path) -> str:
+    return claims.fill(f"{{{claim}}}", study, read(folder / f"{study.name}-small.json"))
 
 
 def stored(folder: Path) -> list[tuple[Study, str, dict[str, Any]]]:
@@ -63,7 +80,7 @@ def section(study: Study, size: str, results: dict[str, Any]) -> str:
     """Of one study."""
     arms = [arm for arm in study.sizes[size].arms if figures_of(results, arm.name)]
     baseline = study.sizes[size].arms[0]
-    figures = [figure for figure in study.measure.figures if any(_values(results, arm, figure) for arm in arms)]
+    figures = [figure for figure in study.measure.figures if any(values(results, arm.name, figure.key) for arm in arms)]
     heads = [head for figure in figures for head in (figure.title, f"beside {baseline.name}, 95 % interval")]
     return "\n".join(
         [
@@ -77,9 +94,9 @@ def section(study: Study, size: str, results: dict[str, Any]) -> str:
             "",
             *_sentences(study, size, figures, results),
             "",
-            *_reading(study, size),
+            *_reading(study, size, results),
             *_chart(study, size, results),
-            *_circumstances(results),
+            *_circumstances(study, size, results),
         ]
     )
 
@@ -113,22 +130,39 @@ def _command(training: Training, size: Size) -> str:
     return f"`{options}`{more}{', another draw' if training.draw else ''}"
 
 
-def figures_of(results: dict[str, Any], arm: str) -> dict[str, dict[str, float]]:
-    """Of each seed."""
-    return results["arms"].get(arm, {}).get("figures", {})
-
-
-def _circumstances(results: dict[str, Any]) -> Iterator[str]:
-    """Hardware and versions, and how many runs had a break."""
-    costs = [cost for of_training in results["cost"].values() for cost in of_training.values()]
+def _circumstances(study: Study, size: str, results: dict[str, Any]) -> Iterator[str]:
+    """What the intervals resolve, hardware and versions, how many runs had a break, and the time of all."""
+    yield from _resolution(study, size, results)
+    costs = _costs(results)
     for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
         yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
     broken = sum(not cost["whole"] for cost in costs)
-    yield f"Of {len(costs)} trainings {broken} went on after a break."
+    uncounted = ", without what they had done before it" if broken else ""
+    yield f"Of {len(costs)} trainings {broken} went on after a break. All took {_hours(results):.1f} hours{uncounted}."
 
 
-def _reading(study: Study, size: str) -> list[str]:
-    return [f"**Reading:** {study.readings[size]}", ""] if size in study.readings else []
+def _resolution(study: Study, size: str, results: dict[str, Any]) -> Iterator[str]:
+    known = differences(study, size, results).values()
+    if known:
+        half = median((found.high - found.low) / 2 for found in known)
+        figure = study.measure.figures[0]
+        yield f"In the median, an interval of {figure.title} reaches {half:.{figure.decimals}f} to either side."
+
+
+def _costs(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of all trainings."""
+    return [cost for of_training in results["cost"].values() for cost in of_training.values()]
+
+
+def _hours(results: dict[str, Any]) -> float:
+    """Of all trainings, one after the other."""
+    return sum(cost["seconds"] for cost in _costs(results)) / 3600
+
+
+def _reading(study: Study, size: str, results: dict[str, Any]) -> list[str]:
+    if size not in study.readings:
+        return []
+    return [f"**Reading:** {claims.fill(study.readings[size], study, results)}", ""]
 
 
 def _chart(study: Study, size: str, results: dict[str, Any]) -> list[str]:
@@ -147,26 +181,19 @@ def _row(arm: Arm, figures: list[Figure], results: dict[str, Any], baseline: Arm
 
 def _cells(arm: Arm, figure: Figure, results: dict[str, Any], baseline: Arm) -> tuple[str, str]:
     """The mean, and the difference to the baseline."""
-    values = _values(results, arm, figure)
-    if not values:
+    known = list(values(results, arm.name, figure.key).values())
+    if not known:
         return "", ""
     digits = figure.decimals
-    spread = f" ± {standard_error(list(values.values())):.{digits}f}" if len(values) > 1 else ""
-    difference = None if arm is baseline else paired(values, _values(results, baseline, figure))
-    shown = "" if difference is None else _interval(difference, figure)
-    return f"{mean(values.values()):.{digits}f}{spread}", shown
+    spread = f" ± {standard_error(known):.{digits}f}" if len(known) > 1 else ""
+    found = None if arm is baseline else difference(results, arm.name, baseline.name, figure.key)
+    shown = "" if found is None else _interval(found, figure)
+    return f"{mean(known):.{digits}f}{spread}", shown
 
 
-def _interval(difference: Difference, figure: Figure) -> str:
-    low, middle, high = (
-        f"{value:+.{figure.decimals}f}" for value in (difference.low, difference.mean, difference.high)
-    )
-    return f"{middle} ({low} to {high})" if difference.seeds > 1 else middle
-
-
-def _values(results: dict[str, Any], arm: Arm, figure: Figure) -> dict[str, float]:
-    known = figures_of(results, arm.name)
-    return {seed: figures[figure.key] for seed, figures in known.items() if figure.key in figures}
+def _interval(found: Difference, figure: Figure) -> str:
+    low, middle, high = (f"{value:+.{figure.decimals}f}" for value in (found.low, found.mean, found.high))
+    return f"{middle} ({low} to {high})" if found.seeds > 1 else middle
 
 
 def _cost(results: dict[str, Any], arm: Arm) -> dict[str, dict[str, Any]]:
@@ -196,32 +223,27 @@ def _ratio(own: dict[str, dict[str, Any]], base: dict[str, dict[str, Any]], key:
 
 def _sentences(study: Study, size: str, figures: list[Figure], results: dict[str, Any]) -> Iterator[str]:
     """What the intervals allow to be said, of each arm and the baseline, and of the other pairs."""
-    arms = {arm.name: arm for arm in study.sizes[size].arms}
-    baseline, *others = arms
+    baseline, *others = arms = [arm.name for arm in study.sizes[size].arms]
     for figure in figures:
         if not figure.sign:
             continue
-        against = {name: _difference(results, arms[name], arms[baseline], figure) for name in others}
-        known = {name: difference for name, difference in against.items() if difference is not None}
+        against = {name: difference(results, name, baseline, figure.key) for name in others}
+        known = {name: found for name, found in against.items() if found is not None}
         yield from _verdicts(known, baseline, figure)
         for name, other in study.pairs:
             if not {name, other} <= set(arms):  # of another size
                 continue
-            difference = _difference(results, arms[name], arms[other], figure)
-            if difference is not None:
-                verdict = _verdict(difference, figure)
-                yield f"- {figure.title}: *{name}* beside *{other}*: {verdict}, {_interval(difference, figure)}."
-
-
-def _difference(results: dict[str, Any], arm: Arm, other: Arm, figure: Figure) -> Difference | None:
-    return paired(_values(results, arm, figure), _values(results, other, figure))
+            found = difference(results, name, other, figure.key)
+            if found is not None:
+                verdict = _verdict(found, figure)
+                yield f"- {figure.title}: *{name}* beside *{other}*: {verdict}, {_interval(found, figure)}."
 
 
 def _verdicts(known: dict[str, Difference], baseline: str, figure: Figure) -> Iterator[str]:
     """One line for each verdict."""
     by_verdict: dict[str, list[str]] = {}
-    for name, difference in known.items():
-        by_verdict.setdefault(_verdict(difference, figure), []).append(f"*{name}*")
+    for name, found in known.items():
+        by_verdict.setdefault(_verdict(found, figure), []).append(f"*{name}*")
     if set(by_verdict) == {ONE_SEED}:
         yield f"- {figure.title} beside *{baseline}*: {ONE_SEED}."
         return
@@ -229,5 +251,5 @@ def _verdicts(known: dict[str, Difference], baseline: str, figure: Figure) -> It
         yield f"- {figure.title} beside *{baseline}*: {verdict}: {'; '.join(names)}."
 
 
-def _verdict(difference: Difference, figure: Figure) -> str:
-    return difference.verdict(figure.sign) if difference.seeds > 1 else ONE_SEED
+def _verdict(found: Difference, figure: Figure) -> str:
+    return found.verdict(figure.sign) if found.seeds > 1 else ONE_SEED

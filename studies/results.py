@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .runs import Run, write_json
+from .statistics import Difference, paired
 from .study import Arm
 
 
@@ -71,3 +72,18 @@ def _add(run: Run, results: dict[str, Any], path: Path, keep: bool) -> None:
             raise FileExistsError(f"{path} has results of {arm.name} that were made otherwise: move it away.")
         if arm.name in known["arms"] and not (keep and seed in kept["figures"]):
             kept["figures"][seed] = known["arms"][arm.name]
+
+
+def figures_of(results: dict[str, Any], arm: str) -> dict[str, dict[str, float]]:
+    """All figures of an arm, by seed."""
+    return results["arms"].get(arm, {}).get("figures", {})
+
+
+def values(results: dict[str, Any], arm: str, key: str) -> dict[str, float]:
+    """One figure of an arm, by seed."""
+    return {seed: figures[key] for seed, figures in figures_of(results, arm).items() if key in figures}
+
+
+def difference(results: dict[str, Any], first: str, second: str, key: str) -> Difference | None:
+    """Of two arms by one figure; None if they share no seed."""
+    return paired(values(results, first, key), values(results, second, key))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from PIL import Image
 pytest.importorskip("scipy")
 from scipy.stats import ttest_rel
 
-from studies import callbacks, candidates, cifar100, images, page, results
+from studies import callbacks, candidates, cifar100, claims, images, page, results
 from studies.__main__ import main
 from studies.catalogue import STUDIES
 from studies.deploy import Export
@@ -542,6 +543,91 @@ def test_the_page_follows_from_the_results():
                 kept = stored["arms"].get(arm.name, {}).get("stated")
                 assert kept is None or _without_images(kept) == _without_images(run.statement(arm)), arm.name
     assert (HERE / "docs" / "results.md").read_text() == page.text(HERE / "studies" / "results")
+
+
+#: What is said elsewhere of the results.
+SAID = {
+    "README.md": (
+        "it is {scratch: EWA, linear < dense} points below dense training",
+        "EWA is {confirmation: linear > dense} points better (interval {confirmation: interval of linear > dense})",
+        "Experts in every block lose {vimoe: no shared expert, in every block < dense, trained on} points without",
+        "are {students: average, trained on; topk, trained on > random, trained on} points better than those with new",
+    ),
+    "docs/ewa.md": (
+        "{confirmation: dense, initial weights / 2, dropout 0.1 > dense} points better than plain dense training, "
+        "where EWA was {confirmation: linear > dense} points better",
+    ),
+}
+
+
+def test_what_is_said_of_the_results_is_borne_out():
+    whole = page.text(folder := HERE / "studies" / "results")
+    assert claims.NOT_BORNE_OUT not in whole
+    assert not re.search(r"\{[^{}`]* [<>=-] [^{}`]*\}", whole)  # left as they were
+    for name, sentences in SAID.items():
+        said = " ".join((HERE / name).read_text().split())
+        for sentence in sentences:
+            assert page.summary(sentence, folder) in said, name
+
+
+def test_what_is_claimed_of_two_arms_stands_on_the_page():
+    for study in STUDIES.values():
+        for size, reading in study.readings.items():
+            baseline = study.sizes[size].arms[0].name
+            shown = {frozenset(pair) for pair in study.pairs}
+            shown |= {frozenset((arm.name, baseline)) for arm in study.sizes[size].arms}
+            found = list(claims.CLAIM.finditer(reading))
+            assert found, study.name
+            assert {frozenset(pair) for claim in found for pair in claims.pairs(claim)} <= shown, study.name
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("{EWA > dense} points", "1.00 points"),
+        ("{EWA; late > dense}", "0.50 to 1.00"),
+        ("{dense < EWA}", "1.00"),
+        ("{interval of EWA > dense}", "0.50 to 1.50"),
+        ("{interval of dense < EWA}", "0.50 to 1.50"),
+        ("{EWA - dense}, {dense - EWA}", "+1.00, -1.00"),
+        ("{again = dense} from it", "not told apart from it"),
+        ("{interval of again = dense}", "-2.48 to +2.48"),
+        ("{NLL: EWA < dense}", "0.1000"),
+        ("{top-1 %; NLL: again = dense}", "not told apart"),
+        ("{EWA < dense}", "**[not borne out: *EWA* beside *dense* in top-1 %: better]**"),
+        ("{NLL: EWA > dense}", "**[not borne out: *EWA* beside *dense* in NLL: worse]**"),
+        ("{EWA; again > dense}", "**[not borne out: *again* beside *dense* in top-1 %: not told apart]**"),
+        ("{EWA = dense}", "**[not borne out: *EWA* beside *dense* in top-1 %: better]**"),
+        ("{once = dense}", "**[not borne out: *once* beside *dense* in top-1 %: one seed]**"),
+        ("{once - dense}", "+3.00"),
+        ("{ewa > dense}", "**[not borne out: *ewa* beside *dense* in top-1 %: not measured]**"),
+        ("`{start}/model`, {a}", "`{start}/model`, {a}"),
+    ],
+)
+def test_a_claim_is_what_the_intervals_say(text, filled):
+    beside_dense = {
+        "dense": [(0.0, 0.0)] * 3,
+        "EWA": [(0.8, 0.09), (1.0, 0.10), (1.2, 0.11)],
+        "late": [(0.4, 0.0), (0.5, 0.0), (0.6, 0.0)],
+        "again": [(-1.0, -0.1), (1.0, 0.1), (0.0, 0.0)],
+        "once": [(3.0, 0.0)],
+    }
+    stored = {
+        name: {seed: {"top1": 20.0 + seed + top1, "nll": 3.0 - seed + nll} for seed, (top1, nll) in enumerate(figures)}
+        for name, figures in beside_dense.items()
+    }
+    results = {"arms": {name: {"figures": figures} for name, figures in stored.items()}}
+    study = small_study(Arm("dense", DENSE), measure=Evaluation())
+    assert claims.fill(text, study, results) == filled
+
+
+def test_a_claim_that_is_not_borne_out_is_told(folder, monkeypatch, capsys):
+    monkeypatch.setattr(page, "PAGE", folder / "results.md")
+    monkeypatch.setattr("studies.__main__.page.text", lambda _: f"x **[{claims.NOT_BORNE_OUT}: y]** z")
+    monkeypatch.setattr(page, "stored", lambda _: [])
+    monkeypatch.setattr(sys, "argv", ["studies", "--report"])
+    main()
+    assert "1 statements about the results are not borne out by them" in capsys.readouterr().err
 
 
 def test_the_latest_average_is_the_mean(tmp_path):

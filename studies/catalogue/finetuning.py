@@ -45,14 +45,16 @@ PARTS = {
 }
 
 READING = (
-    "EWA shows no gain in fine-tuning here, and no loss. The intervals are more than two points wide, as there are "
-    "2,000 test images and 300 steps; the paper's gain, 0.45, lies just above those of all three schedules. When the "
-    "experts are averaged is not seen to matter: linear is not told apart from never. Experts that begin as copies of "
-    "a trained network stay near each other in so few steps of SGD: 2 % from their mean where nothing averages them "
-    "(`experts.json`). So the four arms of experts are nearly one network, on one draw of the images' order. Dense "
-    "training by another draw of it is not told apart from the first, nor is EWA from either. A learning rate of a "
-    "quarter, on the same draw, is better by 0.12 points, with an interval that begins at 0.01. Of so many "
-    "comparisons a few look like this by chance."
+    "EWA shows no gain in fine-tuning here, and no loss: its three schedules are {EWA, linear; EWA, constant; EWA, "
+    "late = dense} from dense training. The intervals are more than two points wide, as there are 2,000 test images "
+    "and 300 steps; they reach from {interval of EWA, linear; EWA, constant; EWA, late = dense}, and the paper's "
+    "gain, 0.45, lies just above them. When the experts are averaged is not seen to matter: linear is {EWA, linear = "
+    "experts never averaged, their mean} from never. Experts that begin as copies of a trained network stay near each "
+    "other in so few steps of SGD: 2 % from their mean where nothing averages them (`experts.json`). So the four arms "
+    "of experts are nearly one network, on one draw of the images' order. Dense training by another draw of it is "
+    "{dense, another draw = dense; EWA, linear} from the first, nor from EWA. A learning rate of a quarter, on the "
+    "same draw, is better by {dense, learning rate / 4 in the converted networks > dense} points ({interval of dense, "
+    "learning rate / 4 in the converted networks > dense}). Of so many comparisons a few look like this by chance."
 )
 
 STUDY = Study(

@@ -17,10 +17,10 @@ ARMS = (
 )
 
 READING = (
-    "Neither routed experts nor their averages are told apart from dense training. Early EWA is not told apart from "
-    "the naive MoE either: its interval leaves out the paper's gain of 2.1 points, and a loss of more than 1.5. The "
-    "routers work: at the end each of the four experts gets between 22 and 28 % of the tokens, and 2.4 % or less are "
-    "dropped (train.py's log)."
+    "Routed experts and their averages are {naive MoE; MoE, Early EWA; EWA, linear = dense} from dense training. "
+    "Early EWA is {MoE, Early EWA = naive MoE} from the naive MoE either: the interval, {interval of MoE, Early EWA = "
+    "naive MoE}, leaves out the paper's gain of 2.1 points. The routers work: at the end each of the four experts "
+    "gets between 22 and 28 % of the tokens, and 2.4 % or less are dropped (train.py's log)."
 )
 
 STUDY = Study(

@@ -52,17 +52,24 @@ ARMS = (
 )
 
 READING = (
-    "EWA does not beat dense training here. With its linear share rate, the default, it is 0.3 points worse; with the "
-    "late one 0.5. Constant and early rates are not told apart from dense training, nor are LAWA, ExFusion, a smaller "
-    "learning rate and initial weights of half the size. EWA with the linear rate is worse than EMA and LAWA, and not "
-    "told apart from ExFusion, the smaller learning rate and the smaller initial weights. (The mean of four experts "
-    "that are drawn apart begins with weights of half the size, too.) An average over steps (EMA) is better than "
-    "dense training by 0.03 points, which nobody would notice. Averaging after every step is better than never "
-    "averaging, by 0.6 to 0.8 points with a linear, a constant or an early rate; with the late one they are not told "
-    "apart. Experts that become one network only at the end, in whatever way, lose 0.8 to 1.6 points to dense "
-    "training. With the linear rate the experts' distance from their mean falls from 25 % of its norm to 4 % within "
-    "the second of 30 epochs (`experts.json`). From then on EWA is nearly dense training. The paper's gain is of ViTs "
-    "that are trained longer, on five times as many images."
+    "EWA does not beat dense training here. With its linear share rate, the default, it is {EWA, linear < dense} "
+    "points worse; with the late one {EWA, late < dense}. Constant and early rates, LAWA, ExFusion, a smaller "
+    "learning rate and initial weights of half the size are {EWA, constant; EWA, early; dense, LAWA of the last 3 "
+    "epochs; experts fused by learned weights (ExFusion); dense, learning rate / 4 in the converted networks; dense, "
+    "initial weights / 2 in the converted networks = dense} from dense training. EWA with the linear rate is {EWA, "
+    "linear < dense, weight EMA; dense, LAWA of the last 3 epochs} points worse than EMA and LAWA. It is {EWA, linear "
+    "= experts fused by learned weights (ExFusion); dense, learning rate / 4 in the converted networks; dense, "
+    "initial weights / 2 in the converted networks} from ExFusion, the smaller learning rate and the smaller initial "
+    "weights. (The mean of four experts that are drawn apart begins with weights of half the size, too.) An average "
+    "over steps (EMA) is better than dense training by {dense, weight EMA > dense} points, which nobody would notice. "
+    "Averaging after every step is better than never averaging, by {EWA, linear; EWA, constant; EWA, early > experts "
+    "never averaged, their mean} points with a linear, a constant or an early rate; the late one is {EWA, late = "
+    "experts never averaged, their mean} from it. Experts that become one network only at the end, in whatever way, "
+    "lose {experts never averaged, their mean; experts never averaged, gathered by sum; experts never averaged, "
+    "gathered by topk; experts never averaged, gathered by svd; experts never averaged, merged by learned weights "
+    "(XFT) < dense} points to dense training. With the linear rate the experts' distance from their mean falls from "
+    "25 % of its norm to 4 % within the second of 30 epochs (`experts.json`). From then on EWA is nearly dense "
+    "training. The paper's gain is of ViTs that are trained longer, on five times as many images."
 )
 
 STUDY = Study(

@@ -52,12 +52,16 @@ DINOV2 = (
 )
 
 READING = (
-    "The order is the paper's: experts in every block lose without a shared expert (0.43 points), and are not seen to "
-    "lose with one. Without a shared expert and without the gate's factor the loss is not told apart from zero, nor "
-    "from that with the factor. So these intervals do not tell whether the gate causes it. It is no collapse like the "
-    "paper's, from 91.3 to 52.9 %; a network this small may learn again in eight epochs what it loses at first. "
-    "Nothing is seen to gain on a dense network that is trained on for as long. In the last two blocks no arm is told "
-    "apart from it."
+    "The order is the paper's: experts in every block lose {no shared expert, in every block < dense, trained on} "
+    "points without a shared expert, and are {shared expert, in every block = dense, trained on} from dense training "
+    "with one; the shared expert gains {shared expert, in every block > no shared expert, in every block}. Without a "
+    "shared expert and without the gate's factor the network is {no shared expert and no gate, in every block = "
+    "dense, trained on; no shared expert, in every block} from dense training, nor from the one with the factor. So "
+    "these intervals do not tell whether the gate causes the loss. It is no collapse like the paper's, from 91.3 to "
+    "52.9 %; a network this small may learn again in eight epochs what it loses at first. Nothing is seen to gain on "
+    "a dense network that is trained on for as long. In the last two blocks all arms are {no shared expert, in the "
+    "last two blocks; shared expert, in the last two blocks; no shared expert and no gate, in the last two blocks = "
+    "dense, trained on} from it."
 )
 
 STUDY = Study(
