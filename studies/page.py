@@ -142,9 +142,9 @@ def _circumstances(study: Study, size: str, results: dict[str, Any]) -> Iterator
 
 
 def _resolution(study: Study, size: str, results: dict[str, Any]) -> Iterator[str]:
-    known = differences(study, size, results).values()
-    if known:
-        half = median((found.high - found.low) / 2 for found in known)
+    halves = [found.high - found.mean for found in differences(study, size, results).values() if found.seeds > 1]
+    if halves:
+        half = median(halves)
         figure = study.measure.figures[0]
         yield f"In the median, an interval of {figure.title} reaches {half:.{figure.decimals}f} to either side."
 
@@ -168,7 +168,7 @@ def _reading(study: Study, size: str, results: dict[str, Any]) -> list[str]:
 def _chart(study: Study, size: str, results: dict[str, Any]) -> list[str]:
     if not differences(study, size, results):
         return []
-    return [f"![The differences with their intervals](images/{chart_name(study, size)})", ""]
+    return [f"![The differences](images/{chart_name(study, size)})", ""]
 
 
 def _row(arm: Arm, figures: list[Figure], results: dict[str, Any], baseline: Arm) -> str:

@@ -23,7 +23,7 @@ from PIL import Image
 pytest.importorskip("scipy")
 from scipy.stats import ttest_rel
 
-from studies import callbacks, candidates, cifar100, claims, images, page, results
+from studies import callbacks, candidates, chart, cifar100, claims, images, page, results
 from studies.__main__ import main
 from studies.catalogue import STUDIES
 from studies.deploy import Export
@@ -31,7 +31,7 @@ from studies.latest_average import average
 from studies.measure import Evaluation
 from studies.runs import Place, Run
 from studies.scheduler import _Clock, work_off
-from studies.statistics import NOT_TOLD_APART, paired, standard_error
+from studies.statistics import NOT_TOLD_APART, half_width, paired, standard_error
 from studies.study import Arm, Images, Size, Study, Training, Use
 from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.callbacks.switch_ema import SwitchEma
@@ -619,6 +619,27 @@ def test_a_claim_is_what_the_intervals_say(text, filled):
     results = {"arms": {name: {"figures": figures} for name, figures in stored.items()}}
     study = small_study(Arm("dense", DENSE), measure=Evaluation())
     assert claims.fill(text, study, results) == filled
+
+
+@pytest.mark.parametrize(("seeds", "label"), [(1, "top-1 % beside dense, one seed"), (3, "95 % interval")])
+def test_each_study_with_a_difference_has_a_chart(folder, monkeypatch, seeds, label):
+    from matplotlib import axes
+
+    labels, bars = [], []
+    monkeypatch.setattr(axes.Axes, "set_xlabel", lambda _, text: labels.append(text))
+    errorbar = axes.Axes.errorbar
+    monkeypatch.setattr(axes.Axes, "errorbar", lambda *a, **k: bars.append(k["xerr"]) or errorbar(*a, **k))
+    study = small_study(Arm("dense", DENSE), Arm("EWA", EWA), Arm("not measured", EWA))
+    figures = {
+        name: {seed: {"top1": seed * factor} for seed in range(seeds)} for name, factor in (("dense", 1), ("EWA", 2))
+    }
+    results = {"arms": {name: {"figures": by_seed} for name, by_seed in figures.items()}}
+    chart.draw(study, "small", {"arms": {"dense": results["arms"]["dense"]}}, folder)
+    assert not list(folder.glob("*.png"))
+    chart.draw(study, "small", results, folder)
+    assert Image.open(folder / "study-tiny-small.png").size[0] > 300
+    assert labels[0].endswith(label)
+    assert bars == [[pytest.approx(half_width(range(seeds)) if seeds > 1 else float("nan"), nan_ok=True)]]
 
 
 def test_a_claim_that_is_not_borne_out_is_told(folder, monkeypatch, capsys):
