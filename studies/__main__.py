@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ def main() -> None:
     )
     parser.add_argument("--report", action="store_true", help="run nothing, write the page of earlier results")
     args = parser.parse_args()
+    if args.report and (args.names or args.seeds):
+        parser.error("--report writes the page of all results: it takes no study and no --seeds")
     unknown = set(args.names) - set(STUDIES)
     if unknown:
         parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
@@ -80,8 +83,8 @@ def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argpars
 def _tell_of_claims(not_borne_out: int) -> None:
     if not_borne_out:
         print(
-            f"{page.PAGE}: {not_borne_out} statements about the results are not borne out by them; each says so in "
-            "its place. They stand in studies/catalogue and studies/results.md.",
+            f"Claims of {page.PAGE} that the results do not bear out: {not_borne_out}. Each says so in its place; they "
+            "stand in studies/catalogue and studies/results.md.",
             file=sys.stderr,
         )
 
@@ -133,4 +136,5 @@ def _results(study: Study, args: argparse.Namespace) -> Path:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by ^C, and its runs with it
     main()

@@ -7,7 +7,8 @@
     {interval of linear > dense}   the interval, 0.03 to 1.33, which must be better
     {NLL; ECE: linear = dense}     by other figures than the study's first
 
-Results may be measured anew. A claim that they do not bear out says so in its place.
+Results may be measured anew. A claim that they do not bear out says so in its place, as does one that names
+what is not there.
 """
 
 import re
@@ -38,19 +39,23 @@ def fill(text: str, study: Study, results: dict[str, Any]) -> str:
 
 
 def _fill(claim: re.Match[str], study: Study, results: dict[str, Any]) -> str:
-    known = [
-        (pair, figure, difference(results, *pair, figure.key))
-        for pair in pairs(claim)
-        for figure in _figures(study, claim)
-    ]
+    try:
+        figures = _figures(study, claim)
+    except ValueError as error:
+        return _marked(str(error))
+    known = [(pair, figure, difference(results, *pair, figure.key)) for pair in pairs(claim) for figure in figures]
     wrong = [
         f"*{first}* beside *{second}* in {figure.title}: {told}"
         for (first, second), figure, found in known
-        if (told := _contradiction(found, figure, claim["sign"]))
+        if (told := _contradiction(found, figure, claim))
     ]
     if wrong:
-        return f"**[{NOT_BORNE_OUT}: {'; '.join(wrong)}]**"
-    return _shown([found for _, _, found in known if found is not None], known[0][1], claim)
+        return _marked("; ".join(wrong))
+    return _shown([found for _, _, found in known if found is not None], figures[0], claim)
+
+
+def _marked(why: str) -> str:
+    return f"**[{NOT_BORNE_OUT}: {why}]**"
 
 
 def pairs(claim: re.Match[str]) -> list[tuple[str, str]]:
@@ -59,19 +64,28 @@ def pairs(claim: re.Match[str]) -> list[tuple[str, str]]:
 
 
 def _figures(study: Study, claim: re.Match[str]) -> list[Figure]:
+    """By which two arms are compared.
+
+    Raises:
+        ValueError: if the study lacks one; if there are several where a number is asked for, as their units differ.
+    """
     by_title = {figure.title: figure for figure in study.measure.figures}
     titles = claim["figures"].split("; ") if claim["figures"] else list(by_title)[:1]
+    if not set(titles) <= set(by_title):
+        raise ValueError(f"{claim[0].strip('{}')}: the figures are {', '.join(by_title)}")
+    if len(titles) > 1 and (claim["sign"] != "=" or claim["interval"]):
+        raise ValueError(f"{claim[0].strip('{}')}: a number is of one figure")
     return [by_title[title] for title in titles]
 
 
-def _contradiction(found: Difference | None, figure: Figure, sign: str) -> str:
+def _contradiction(found: Difference | None, figure: Figure, claim: re.Match[str]) -> str:
     """Why a claim is not borne out; nothing where it is."""
     if found is None:
         return "not measured"
-    if sign == "-":
+    if claim["sign"] == "-" and not (claim["interval"] and found.seeds == 1):
         return ""
-    verdict = found.verdict(figure.sign) if found.seeds > 1 else "one seed"
-    return "" if verdict == VERDICTS[sign] else verdict
+    verdict = found.verdict(figure.sign)
+    return "" if verdict == VERDICTS.get(claim["sign"]) else verdict
 
 
 def _shown(known: list[Difference], figure: Figure, claim: re.Match[str]) -> str:

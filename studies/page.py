@@ -11,13 +11,12 @@ from .catalogue import STUDIES
 from .chart import chart_name, differences, draw
 from .measure import Figure
 from .results import difference, figures_of, read, values
-from .statistics import CONFIDENCE, Difference, standard_error
+from .statistics import CONFIDENCE, ONE_SEED, Difference, standard_error
 from .study import Arm, Size, Study, Training
 
 NOTHING = (
     "No study has been run yet: nothing here shows that EWA, routed experts or ensembles improve on dense training."
 )
-ONE_SEED = "one seed, which tells nothing"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TEMPLATE = Path(__file__).with_name("results.md")
 SUMMARY = re.compile(rf"\{{(?P<study>{'|'.join(STUDIES)}): (?P<rest>[^{{}}]+)\}}")
@@ -39,13 +38,13 @@ def text(folder: Path) -> str:
     """The page."""
     known = stored(folder)
     sections = "\n\n".join(section(study, size, results) for study, size, results in known)
-    intervals = len(re.findall(r"\([+-][\d.]+ to [+-][\d.]+\)", sections))
+    intervals = len(re.findall(r"(?m)^(?!\*\*Reading).*\([+-][\d.]+ to [+-][\d.]+\)", sections))
     parts = {
         "{studies}": sections or NOTHING,
-        "{recipes}": "\n\n".join(recipe(study, size) for study, size, _ in known),
+        "{recipes}": "\n\n".join(recipe(study, size, results) for study, size, results in known),
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
-        "{hours}": f"{sum(_hours(results) for _, _, results in known):.0f} hours",
+        "{hours}": f"{_hours(_costs_of_all(known)):.0f} hours",
     }
     whole = summary(TEMPLATE.read_text(), folder)
     for place, part in parts.items():
@@ -101,10 +100,11 @@ def section(study: Study, size: str, results: dict[str, Any]) -> str:
     )
 
 
-def recipe(study: Study, size: str) -> str:
-    """How the arms of a study are trained."""
+def recipe(study: Study, size: str, results: dict[str, Any]) -> str:
+    """How the arms of a study were trained that have results."""
     of_all = study.sizes[size]
-    seeds = ", ".join(map(str, of_all.seeds))
+    arms = [arm for arm in of_all.arms if figures_of(results, arm.name)]
+    seeds = ", ".join(sorted({seed for arm in arms for seed in figures_of(results, arm.name)}, key=int))
     options = " ".join([*of_all.options, "--model-kwargs", *of_all.kwargs])
     return "\n".join(
         [
@@ -114,7 +114,7 @@ def recipe(study: Study, size: str) -> str:
             "",
             "| | trained by, one after the other | deployed by |",
             "|---|---|---|",
-            *(f"| {arm.name} | {_trained_by(arm, of_all)} | {arm.deployment.told} |" for arm in of_all.arms),
+            *(f"| {arm.name} | {_trained_by(arm, of_all)} | {arm.deployment.told} |" for arm in arms),
         ]
     )
 
@@ -138,7 +138,9 @@ def _circumstances(study: Study, size: str, results: dict[str, Any]) -> Iterator
         yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
     broken = sum(not cost["whole"] for cost in costs)
     uncounted = ", without what they had done before it" if broken else ""
-    yield f"Of {len(costs)} trainings {broken} went on after a break. All took {_hours(results):.1f} hours{uncounted}."
+    yield f"Of {len(costs)} trainings {broken} went on after a break. All took {_hours(costs):.1f} hours{uncounted}."
+    if len({cost["versions"]["device"] for cost in costs}) > 1:
+        yield "They ran on several kinds of CPU, also some that are compared with each other."
 
 
 def _resolution(study: Study, size: str, results: dict[str, Any]) -> Iterator[str]:
@@ -154,9 +156,20 @@ def _costs(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [cost for of_training in results["cost"].values() for cost in of_training.values()]
 
 
-def _hours(results: dict[str, Any]) -> float:
-    """Of all trainings, one after the other."""
-    return sum(cost["seconds"] for cost in _costs(results)) / 3600
+def _costs_of_all(known: list[tuple[Study, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of the trainings of all studies, each once: those of one setting share some."""
+    each = {
+        (study.sizes[size].setting, name, seed): cost
+        for study, size, results in known
+        for name, of_training in results["cost"].items()
+        for seed, cost in of_training.items()
+    }
+    return list(each.values())
+
+
+def _hours(costs: list[dict[str, Any]]) -> float:
+    """Of trainings, one after the other."""
+    return sum(cost["seconds"] for cost in costs) / 3600
 
 
 def _reading(study: Study, size: str, results: dict[str, Any]) -> list[str]:
@@ -235,7 +248,7 @@ def _sentences(study: Study, size: str, figures: list[Figure], results: dict[str
                 continue
             found = difference(results, name, other, figure.key)
             if found is not None:
-                verdict = _verdict(found, figure)
+                verdict = found.verdict(figure.sign)
                 yield f"- {figure.title}: *{name}* beside *{other}*: {verdict}, {_interval(found, figure)}."
 
 
@@ -243,13 +256,9 @@ def _verdicts(known: dict[str, Difference], baseline: str, figure: Figure) -> It
     """One line for each verdict."""
     by_verdict: dict[str, list[str]] = {}
     for name, found in known.items():
-        by_verdict.setdefault(_verdict(found, figure), []).append(f"*{name}*")
+        by_verdict.setdefault(found.verdict(figure.sign), []).append(f"*{name}*")
     if set(by_verdict) == {ONE_SEED}:
         yield f"- {figure.title} beside *{baseline}*: {ONE_SEED}."
         return
     for verdict, names in by_verdict.items():
         yield f"- {figure.title} beside *{baseline}*: {verdict}: {'; '.join(names)}."
-
-
-def _verdict(found: Difference, figure: Figure) -> str:
-    return found.verdict(figure.sign) if found.seeds > 1 else ONE_SEED

@@ -15,12 +15,14 @@ A run is a training for one seed with all arms that are deployed of it. Its fold
 
 import fcntl
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -247,6 +249,8 @@ class Run:
         measure = self._measure_of(arm)
         self._call(measure.command(models, data, self.place.scripts, measured), log, lock)
         figures = measure.read(measured)
+        if missing := [name for name, value in figures.items() if value is None or not math.isfinite(value)]:
+            raise RunFailed(f"{self.name}: {arm.name} has no {', '.join(missing)}: its outputs are not numbers.")
         write_json(self._result(arm), {"stated": self.statement(arm), "figures": figures})
 
     def _call(self, command: list[str], log: IO[str], lock: int) -> dict[str, float]:
@@ -260,11 +264,11 @@ class Run:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD}, pass_fds=[lock]
         )
+        _COMMANDS.add(process.pid)
         try:
             _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.kill()
-            raise
+        finally:
+            _COMMANDS.discard(process.pid)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             last_line = (Path(log.name).read_text().splitlines() or [""])[-1]
@@ -273,6 +277,17 @@ class Run:
         is_cpu = self.place.device == "cpu"
         seconds = usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started
         return {"seconds": seconds, "peak_mib": usage.ru_maxrss / 1024}
+
+
+#: Processes that run now.
+_COMMANDS: set[int] = set()
+
+
+def stop_commands() -> None:
+    """End what runs now, so that it does not outlive the process that started it."""
+    for process in list(_COMMANDS):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
-from .runs import Run, RunFailed
+from .runs import Run, RunFailed, stop_commands
 
 #: Seconds between two lines.
 INTERVAL = 60.0
@@ -29,7 +30,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
     clock = _Clock(runs, len(waiting))
     failed: list[str] = []
     running: dict[Future[None], Run] = {}
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool, _nothing_left_running():
         while waiting or running:
             ready = _ready(waiting, running.values())[: jobs - len(running)]
             waiting = [run for run in waiting if run not in ready]
@@ -49,6 +50,16 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
                 keep(run)
             clock.tell(list(running.values()))
     return failed
+
+
+@contextmanager
+def _nothing_left_running() -> Iterator[None]:
+    """Where work is broken off, as by ^C, end the commands of the runs too."""
+    try:
+        yield
+    except BaseException:
+        stop_commands()
+        raise
 
 
 def _ready(waiting: Sequence[Run], running: Iterable[Run]) -> list[Run]:

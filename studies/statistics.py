@@ -9,6 +9,7 @@ from scipy.stats import t
 
 CONFIDENCE = 0.95
 NOT_TOLD_APART = "not told apart"
+ONE_SEED = "one seed, which tells nothing"
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Difference:
     seeds: int
 
     def verdict(self, sign: int) -> str:
-        """``"better"``, ``"worse"`` or ``"not told apart"``: what the interval allows to be said.
+        """``"better"``, ``"worse"`` or ``"not told apart"``: what the interval allows to be said, if there is one.
 
         Args:
             sign: 1 if more is better, -1 if less is.
         """
+        if self.seeds == 1:
+            return ONE_SEED
         if self.low <= 0 <= self.high:
             return NOT_TOLD_APART
         return "better" if self.mean * sign > 0 else "worse"

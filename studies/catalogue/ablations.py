@@ -21,10 +21,10 @@ READING = (
     "None of EWA's choices is seen to matter here, by three seeds. Share rates of 0.1 and 0.5 are {share rate 0.1; "
     "share rate 0.5 = EWA, linear; dense} from 0.3, the default, nor from dense training; with the default, the "
     "intervals reach from {interval of share rate 0.1; share rate 0.5 = EWA, linear}. The paper tunes the rate in "
-    "this range. (That both have the same mean is chance: their seeds differ.) All other arms are {share rate 0.01; 2 "
-    "experts; 8 experts; in every block; in the last 2 odd blocks; all experts begin alike = EWA, linear; dense} "
-    "either, from EWA or from dense training. Experts that begin alike lead, by {all experts begin alike - EWA, "
-    "linear} points ({interval of all experts begin alike = EWA, linear})."
+    "this range. (That both have the same mean is chance: the figures of their seeds are not the same.) All other "
+    "arms are {share rate 0.01; 2 experts; 8 experts; in every block; in the last 2 odd blocks; all experts begin "
+    "alike = EWA, linear; dense} either, from EWA or from dense training. Experts that begin alike lead, by {all "
+    "experts begin alike - EWA, linear} points ({interval of all experts begin alike = EWA, linear})."
 )
 
 STUDY = Study(

@@ -64,14 +64,13 @@ READING = (
     "1, MC dropout, M 2; MIMO in V-MoE, M 2, K 2} better than those of K 2, of tiling alone, of two V-MoEs that are "
     "fine-tuned half as long, of MC dropout and of MIMO. The paper finds the same, with smaller differences, of all "
     "of these but the two V-MoEs, which it does not train. Two choices for each token without members that differ (K "
-    "2, tiling) gain nothing: in accuracy, NLL and ECE they are {top-1 %; NLL; ECE: V-MoE, K 2; only tiling, M 2, K 2 "
-    "= V-MoE, K 1} from one choice. But the dense ViT does as well as pBE, in less time: they are {top-1 %; NLL; ECE: "
-    "pBE, M 2, K 1 = ViT} in any of the three. With 10,000 images the V-MoE is {V-MoE, K 1 = ViT} from its dense twin "
-    "in accuracy, in NLL it is {NLL: V-MoE, K 1 < ViT} worse; in the paper it is better by 1.8 points. So pBE regains "
-    "what routing cost here. (The experts of the V-MoEs have dropout 0.1 in this fine-tuning, as in the paper; the "
-    "ViT has none.) The batch ensemble and the ViT are {top-1 %; NLL; ECE: batch ensemble in ViT, M 2 = ViT}, either. "
-    "MIMO loses {MIMO in V-MoE, M 2, K 2 < V-MoE, K 1} points of accuracy; it loses in the paper, too. Nothing "
-    "follows for longer training or larger models."
+    "2, tiling) are not seen to gain: in accuracy, NLL and ECE they are {top-1 %; NLL; ECE: V-MoE, K 2; only tiling, "
+    "M 2, K 2 = V-MoE, K 1} from one choice. But pBE and the dense ViT are {top-1 %; NLL; ECE: pBE, M 2, K 1 = ViT} "
+    "in any of the three. With 10,000 images the V-MoE is {V-MoE, K 1 = ViT} from its dense twin in accuracy, in NLL "
+    "it is {NLL: V-MoE, K 1 < ViT} worse; in the paper it is better by 1.8 points. (The experts of the V-MoEs have "
+    "dropout 0.1 in this fine-tuning, as in the paper; the ViT has none.) The batch ensemble and the ViT are {top-1 "
+    "%; NLL; ECE: batch ensemble in ViT, M 2 = ViT}, either. MIMO loses {MIMO in V-MoE, M 2, K 2 < V-MoE, K 1} points "
+    "of accuracy; it loses in the paper, too. Nothing follows for longer training or larger models."
 )
 
 STUDY = Study(

@@ -45,16 +45,17 @@ PARTS = {
 }
 
 READING = (
-    "EWA shows no gain in fine-tuning here, and no loss: its three schedules are {EWA, linear; EWA, constant; EWA, "
-    "late = dense} from dense training. The intervals are more than two points wide, as there are 2,000 test images "
-    "and 300 steps; they reach from {interval of EWA, linear; EWA, constant; EWA, late = dense}, and the paper's "
-    "gain, 0.45, lies just above them. When the experts are averaged is not seen to matter: linear is {EWA, linear = "
-    "experts never averaged, their mean} from never. Experts that begin as copies of a trained network stay near each "
-    "other in so few steps of SGD: 2 % from their mean where nothing averages them (`experts.json`). So the four arms "
-    "of experts are nearly one network, on one draw of the images' order. Dense training by another draw of it is "
-    "{dense, another draw = dense; EWA, linear} from the first, nor from EWA. A learning rate of a quarter, on the "
-    "same draw, is better by {dense, learning rate / 4 in the converted networks > dense} points ({interval of dense, "
-    "learning rate / 4 in the converted networks > dense}). Of so many comparisons a few look like this by chance."
+    "EWA is not seen to gain in fine-tuning here, nor to lose: its three schedules are {EWA, linear; EWA, constant; "
+    "EWA, late = dense} from dense training. The intervals are more than two points wide, as there are 2,000 test "
+    "images and 300 steps; they reach from {interval of EWA, linear; EWA, constant; EWA, late = dense}, and the "
+    "paper's gain, 0.45, lies just above them. When the experts are averaged is not seen to matter: linear is {EWA, "
+    "linear = experts never averaged, their mean} from never. Experts that begin as copies of a trained network stay "
+    "near each other in so few steps of SGD: 2 % from their mean where nothing averages them (`experts.json`). So the "
+    "four arms of experts are nearly one network, on one draw of the images' order. Dense training by another draw of "
+    "it is {dense, another draw = dense; EWA, linear} from the first, nor from EWA. A learning rate of a quarter, on "
+    "the same draw, is better by {dense, learning rate / 4 in the converted networks > dense} points ({interval of "
+    "dense, learning rate / 4 in the converted networks > dense}). Of so many comparisons a few look like this by "
+    "chance."
 )
 
 STUDY = Study(

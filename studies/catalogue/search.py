@@ -43,9 +43,8 @@ READING = (
     "they gain is regularization, as dropout's is ({dense, dropout 0.1 - dense} points), or this draw of the baseline "
     "is a low one. What linear gains ({linear - dense}), dense training gains too ({dense, initial weights / 2 in the "
     "converted networks - dense}) where the converted networks begin with half their weights, which is the size of "
-    "the mean of four experts that are drawn apart. Linear with dropout leads ({linear, dropout 0.1 - dense}). In the "
-    "confirmation, on other classes and seeds, a good third of linear's gain is left, and nothing of dropout's on top "
-    "of it."
+    "the mean of four experts that are drawn apart. Linear with dropout leads ({linear, dropout 0.1 - dense}). What "
+    "of this holds on other classes and seeds is the confirmation's question."
 )
 
 STUDY = Study(

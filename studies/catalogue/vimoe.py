@@ -72,9 +72,7 @@ STUDY = Study(
     source="ViMoE (arXiv 2410.15732), table 7, DINOv2 ViT-S/14 on CIFAR-100",
     sizes={
         "small": small(
-            arms(
-                (Use("start", DENSE, Export()),), ("--initial-checkpoint", "{start}/model.safetensors", *SMALL_FURTHER)
-            ),
+            arms(HERE, ("--initial-checkpoint", "{start}/model.safetensors", *SMALL_FURTHER)),
             range(3),
         ),
         "paper": paper(
