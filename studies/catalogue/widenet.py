@@ -17,11 +17,11 @@ ARMS = (
 )
 
 READING = (
-    "Norms of each block's own give nothing here: sharing them changes accuracy by {norms shared too - WideNet, 2 of "
-    "4 experts} points ({interval of norms shared too = WideNet, 2 of 4 experts}; the paper: -1.2). No experts at all "
-    "and a ViT whose blocks have weights of their own are {no experts; dense, blocks of their own = WideNet, 2 of 4 "
-    "experts} from WideNet. These intervals are three to four points wide: without experts {interval of no experts = "
-    "WideNet, 2 of 4 experts}, which leaves out the paper's loss of 2.6 points, but not one of 1.9."
+    "Norms of each block's own are not seen to gain here: sharing them changes accuracy by {norms shared too - "
+    "WideNet, 2 of 4 experts} points ({interval of norms shared too = WideNet, 2 of 4 experts}; the paper: -1.2). No "
+    "experts at all and a ViT whose blocks have weights of their own are {no experts; dense, blocks of their own = "
+    "WideNet, 2 of 4 experts} from WideNet. These intervals are three to four points wide: without experts {interval "
+    "of no experts = WideNet, 2 of 4 experts}, which leaves out the paper's loss of 2.6 points, but not one of 1.9."
 )
 
 STUDY = Study(
