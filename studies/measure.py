@@ -95,3 +95,30 @@ class Evaluation:
         metrics = json.loads(file.read_text())["metrics"]
         known = {figure.key: metrics[figure.key] for figure in self.figures if figure.key in metrics}
         return {"top1": 100 * (1 - metrics["error"]), **known}
+
+
+class Corruptions:
+    """:mod:`studies.corruptions`: clean test images, and corrupted ones, of a single model."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (
+        TOP1,
+        Figure("nll", "NLL", 4, -1),
+        Figure("ece", "ECE", 4, -1),
+        Figure("corrupted_top1", "top-1 %, corrupted", 2, 1),
+        Figure("corrupted_nll", "NLL, corrupted", 4, -1),
+        Figure("corrupted_ece", "ECE, corrupted", 4, -1),
+    )
+    options: ClassVar[tuple[str, ...]] = ()
+
+    def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
+        (model,) = models
+        return [sys.executable, "-m", "studies.corruptions", str(model), str(file), *data]
+
+    def read(self, file: Path) -> dict[str, float]:
+        measured = json.loads(file.read_text())
+        figures = {"top1": 100 * (1 - measured["clean"]["error"])}
+        figures["corrupted_top1"] = 100 * (1 - measured["corrupted"]["error"])
+        for key in ("nll", "ece"):
+            figures |= {key: measured["clean"][key], f"corrupted_{key}": measured["corrupted"][key]}
+        corrupted = {name: of_one for name, of_one in measured.items() if name not in ("clean", "corrupted")}
+        return figures | {f"top1, {name}": 100 * (1 - of_one["error"]) for name, of_one in corrupted.items()}

@@ -13,6 +13,7 @@ A run is a training for one seed with all arms that are deployed of it. Its fold
         lock             held by whoever works here, also if the process that started it was killed
 """
 
+import csv
 import fcntl
 import json
 import math
@@ -203,7 +204,17 @@ class Run:
         if epochs < self._epochs():  # train.py ends well where it is interrupted
             raise RunFailed(f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs.")
         versions = versions_here(self.place.device)
-        write_json(self.folder / "trained.json", {**cost, "whole": is_whole, "versions": versions})
+        write_json(
+            self.folder / "trained.json",
+            {**cost, "whole": is_whole, "versions": versions, "curve": self._curve()},
+        )
+
+    def _curve(self) -> list[dict[str, float]]:
+        """Losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""
+        rows = csv.DictReader((self.folder / "train" / "summary.csv").open())
+        known = {int(row["epoch"]): row for row in rows if row["epoch"] != "epoch" and row.get("eval_loss")}
+        keys = ("train_loss", "eval_loss", "eval_top1")
+        return [{"epoch": epoch, **{key: float(known[epoch][key]) for key in keys}} for epoch in sorted(known)]
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
         script = [str(self.place.scripts / "train.py")]
@@ -211,8 +222,9 @@ class Run:
             script = ["-m", "studies.callbacks", self.training.callback, *script]
         stated = self.stated()
         options = ["--model", stated["model"], *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else [])]
+        options += ["--val-split", ""]  # a training with --val-split test among its options has a curve
         options += [option.format_map(used) for option in stated["options"]]
-        options += [*self._data_options(), "--val-split", ""]
+        options += self._data_options()
         options += [
             "--num-classes",
             str(self.place.images[self.training.images].classes),

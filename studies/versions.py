@@ -1,6 +1,8 @@
 """Hardware and versions that a run was made with."""
 
 import platform
+import subprocess
+from pathlib import Path
 
 import timm
 import torch
@@ -17,4 +19,17 @@ def versions_here(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "timm": timm.__version__,
         "timm_moe": timm_moe.__version__,
+        "commit": commit(Path(timm_moe.__file__).parents[1]),
     }
+
+
+def commit(folder: Path) -> str:
+    """The commit of the package that runs, with ``+`` where its code was changed since; empty without git."""
+    git = ["git", "-C", str(folder)]
+    code = ["--", "timm_moe", "studies", ":!studies/results"]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", *code], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + ("+" if changes.stdout else "")

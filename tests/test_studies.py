@@ -24,17 +24,18 @@ from PIL import Image
 pytest.importorskip("scipy")
 from scipy.stats import ttest_rel
 
-from studies import callbacks, candidates, chart, cifar100, claims, images, page, results
+from studies import callbacks, candidates, chart, cifar100, claims, corruptions, images, page, results
 from studies.__main__ import main
 from studies.catalogue import STUDIES
 from studies.deploy import Export
 from studies.latest_average import average
-from studies.measure import Evaluation
+from studies.measure import Corruptions, Evaluation
 from studies.runs import Place, Run
 from studies.scheduler import _Clock, work_off
 from studies.statistics import NOT_TOLD_APART, ONE_SEED, half_width, paired, standard_error
 from studies.study import Arm, Images, Size, Study, Training, Use
 from timm_moe import ExpertWeightAveraging, moe_layers
+from timm_moe.analysis.data import image_folder
 from timm_moe.callbacks.switch_ema import SwitchEma
 
 SCRIPTS = os.environ.get("TIMM_SCRIPTS")
@@ -92,6 +93,46 @@ def test_two_arms_from_images_to_the_page(folder):
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
     assert work_off(make_runs(study, folder), 1, id) == []  # nothing is done twice
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.ci
+@needs_scripts
+def test_a_run_that_evaluates_on_its_way_has_a_curve_and_corrupted_images(folder):
+    evaluated = replace(DENSE, options=("--epochs", "4", "--val-split", "test", "--val-interval", "2"))
+    study = small_study(Arm("dense", evaluated), Arm("EWA", EWA), measure=Corruptions())
+    runs = make_runs(study, folder)
+    assert work_off(runs, 1, id) == []
+    curve = runs[0].results()["cost"]["curve"]
+    assert [entry["epoch"] for entry in curve] == [1, 3]
+    assert all(entry["train_loss"] > 0 and entry["eval_loss"] > 0 for entry in curve)
+    assert runs[1].results()["cost"]["curve"] == []
+    figures = runs[0].results()["arms"]["dense"]
+    assert figures["top1"] == pytest.approx(curve[-1]["eval_top1"])
+    of_each = [figures[f"top1, {name}"] for name in corruptions.CORRUPTIONS]
+    assert figures["corrupted_top1"] == pytest.approx(sum(of_each) / len(of_each))
+
+
+def test_corruptions_are_the_same_for_every_model_and_of_the_stated_strength(folder):
+    clean = image_folder(folder / "all", "test").reader
+    deviations = []
+    for name, corruption in corruptions.CORRUPTIONS.items():
+        reader = corruptions.CorruptedReader(clean, corruption)
+        first, again = ([np.asarray(Image.open(reader[index][0])) for index in (0, 7)] for _ in range(2))
+        assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+        assert [reader[index][1] for index in (0, 7)] == [clean[index][1] for index in (0, 7)]
+        if name.startswith("noise"):
+            assert not np.array_equal(first[0] - first[0].mean(), first[1] - first[1].mean())  # each image has its own
+            deviations.append(first[1].std())
+    assert deviations[0] == pytest.approx(0.04 * 255, rel=0.3)
+    assert deviations[1] == pytest.approx(0.08 * 255, rel=0.3)
+    pixels = np.repeat(np.tile(np.arange(0, 192, 3, dtype=np.uint8), (8, 1))[..., None], 3, 2)
+    ramp = Image.fromarray(pixels)
+    for factor in (0.5, 0.25):
+        assert np.std(corruptions.contrast(factor)(ramp)) == pytest.approx(np.std(ramp) * factor, rel=0.05)
+    edge = Image.fromarray(200 * (pixels > 96).astype(np.uint8))
+    mild, strong = (len(np.unique(corruptions.blur(deviation)(edge))) for deviation in (0.6, 1.0))
+    assert 2 < mild < strong
+    assert corruptions.jpeg(40)(ramp).size == ramp.size
 
 
 @pytest.mark.ci

@@ -6,6 +6,7 @@ from . import (
     confirmation,
     ensembles,
     finetuning,
+    recipe,
     routing,
     scratch,
     search,
@@ -16,6 +17,6 @@ from . import (
 
 _MODULES = (
     *(scratch, search, confirmation, finetuning),
-    *(routing, ablations, vimoe, widenet, students, ensembles),
+    *(recipe, routing, ablations, vimoe, widenet, students, ensembles),
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

@@ -1,0 +1,84 @@
+"""When experts pay: each method under a weak, a medium and a strong recipe, on clean and on corrupted images.
+
+Stated before the runs: the difference to dense training shrinks as the recipe gets stronger; what EWA gains on clean
+images it keeps on corrupted ones, or loses there.
+
+The recipes were chosen by the dense network alone, on classes and seeds that the study does not use.
+"""
+
+from ..deploy import Export
+from ..measure import Corruptions
+from ..study import Arm, Images, Study, Training
+from .settings import OPTIMIZER, PIXELS, paper, small
+
+#: The pilot used the first fifty classes.
+IMAGES = Images(classes=(50, 100), train=(0, 100))
+LONG = ("--epochs", "120", "--warmup-epochs", "10", "--lr", "1e-3")
+CROPS = ("--scale", "0.5", "1.0", "--color-jitter", "0")
+#: From the first to the last the dense network is regularised more.
+RECIPES: dict[str, tuple[str, ...]] = {
+    "weak": (*CROPS, "--smoothing", "0", "--drop-path", "0"),
+    "medium": (*CROPS, "--smoothing", "0.1", "--drop-path", "0.1"),
+    "strong": (
+        *(*CROPS, "--smoothing", "0.1", "--drop-path", "0.1", "--aa", "rand-m9-inc1"),
+        *("--mixup", "0.8", "--cutmix", "1.0", "--mixup-prob", "0.5", "--reprob", "0.25"),
+    ),
+}
+TOP_2 = ("num_experts=8", "top_k=2", "expert_init=independent")
+#: In the last two odd blocks of six: all hidden layers are narrower by a quarter, for the FLOPs of the dense network.
+SMALL_TOP_2 = (*TOP_2, "mlp_ratio=1.5")
+#: In two of nine blocks.
+PAPER_TOP_2 = (*TOP_2, "mlp_ratio=1.64", "moe_layers=last-2", "noise_std=1.0", "aux_loss=importance+load")
+CURVE = ("--val-split", "test", "--val-interval", "10")
+
+
+def arms(recipe: str, options: tuple[str, ...], top_2: tuple[str, ...]) -> tuple[Arm, ...]:
+    """The methods under one recipe; the first is the one that the others are compared with."""
+
+    def trained(name: str, model: str, *kwargs: str, more: tuple[str, ...] = ()) -> Training:
+        return Training(f"{recipe}-{name}", model, kwargs, (*options, *more))
+
+    dense = trained("dense", "dense", more=("--model-ema", *CURVE))
+    return (
+        Arm(f"dense, {recipe}", dense),
+        Arm(f"dense, weight EMA, {recipe}", dense, Export(("--use-ema",))),
+        Arm(f"EWA, linear, {recipe}", trained("ewa-linear", "ewa")),
+        Arm(f"EWA, constant, {recipe}", trained("ewa-constant", "ewa", "share_schedule=constant")),
+        Arm(f"experts fused by learned weights, {recipe}", trained("fused", "ewa", "router=fused")),
+        Arm(f"V-MoE, top-2, {recipe}", trained("vmoe", "vmoe", *top_2), Export(("--moe",))),
+    )
+
+
+def all_arms(top_2: tuple[str, ...]) -> tuple[Arm, ...]:
+    return tuple(arm for recipe, options in RECIPES.items() for arm in arms(recipe, options, top_2))
+
+
+METHODS = tuple(arm.name.removesuffix(", weak") for arm in arms("weak", (), ())[1:])
+
+STUDY = Study(
+    name="recipe",
+    title="When do experts pay?",
+    question="Does the difference to dense training depend on how strong the dense recipe is, and does it hold on "
+    "corrupted images?",
+    source="ours; the question is that of arXiv 2411.18322",
+    sizes={
+        "small": small(
+            all_arms(SMALL_TOP_2),
+            range(300, 305),
+            setting="cifar100-recipe",
+            images={"images": IMAGES},
+            options=(*PIXELS, *OPTIMIZER, *LONG, "--checkpoint-hist", "1", "--model-ema-decay", "0.99"),
+        ),
+        "paper": paper(
+            all_arms(PAPER_TOP_2),
+            setting="cifar100-recipe-paper",
+            models={"dense": "vit_xtiny", "ewa": "vit_xtiny_ewa_moe", "vmoe": "vit_xtiny_moe"},
+            options=(
+                *(*OPTIMIZER, "--epochs", "300", "--warmup-epochs", "10", "--lr", "1e-3", "--checkpoint-hist", "1"),
+                *("--amp", "--amp-dtype", "bfloat16", "--model-ema-decay", "0.998"),
+            ),
+        ),
+    },
+    measure=Corruptions(),
+    pairs=tuple((f"{method}, {recipe}", f"dense, {recipe}") for recipe in RECIPES for method in METHODS),
+)

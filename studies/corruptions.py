@@ -1,0 +1,126 @@
+"""A deployed model on clean and on corrupted test images: ``python -m studies.corruptions MODEL FILE OPTIONS``.
+
+Four corruptions of two strengths each, in the manner of CIFAR-100-C (arXiv 1903.12261). They are made as the images are
+read, each by a seed of its own, so every model sees the same ones.
+"""
+
+import argparse
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import ImageDataset
+from torchvision.transforms.v2 import functional
+
+from timm_moe.analysis.data import Inference, image_folder
+from timm_moe.analysis.evaluation import evaluate
+
+#: From an RGB image to another one of its size.
+Corruption = Callable[[Image.Image], Image.Image]
+
+
+def noise(deviation: float) -> Corruption:
+    """Add normal noise, its standard deviation relative to the range of a pixel."""
+
+    def corrupt(image: Image.Image) -> Image.Image:
+        pixels = functional.to_dtype(functional.pil_to_tensor(image), torch.float32, scale=True)
+        return functional.to_pil_image(functional.gaussian_noise(pixels, 0.0, deviation))
+
+    return corrupt
+
+
+def blur(deviation: float) -> Corruption:
+    """Blur by a Gaussian of this many pixels."""
+    return lambda image: functional.gaussian_blur(image, [7, 7], [deviation, deviation])
+
+
+def contrast(factor: float) -> Corruption:
+    """Keep this share of the contrast."""
+    return lambda image: functional.adjust_contrast(image, factor)
+
+
+def jpeg(quality: int) -> Corruption:
+    """Compress by JPEG."""
+    return lambda image: Image.open(_written(image, "JPEG", quality=quality))
+
+
+def _written(image: Image.Image, form: str, **options: int) -> io.BytesIO:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    file.seek(0)
+    return file
+
+
+CORRUPTIONS: dict[str, Corruption] = {
+    "noise, mild": noise(0.04),
+    "noise, strong": noise(0.08),
+    "blur, mild": blur(0.6),
+    "blur, strong": blur(1.0),
+    "contrast, mild": contrast(0.5),
+    "contrast, strong": contrast(0.25),
+    "JPEG, mild": jpeg(65),
+    "JPEG, strong": jpeg(40),
+}
+
+
+class CorruptedReader:
+    """A reader of timm's whose images are corrupted.
+
+    Args:
+        reader: of the clean images.
+        corruption: applied to each image, with a random generator that depends on the image's number alone.
+    """
+
+    def __init__(self, reader: Any, corruption: Corruption):
+        self._reader, self._corruption = reader, corruption
+        self.root, self.class_to_idx, self.filename = reader.root, reader.class_to_idx, reader.filename
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        file, label = self._reader[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            corrupted = self._corruption(Image.open(file).convert("RGB"))
+        return _written(corrupted, "PNG"), label
+
+
+def measure(model: str, images: ImageDataset, inference: Inference) -> dict[str, dict[str, float]]:
+    """Evaluate a model on clean images and on those of each corruption.
+
+    Returns:
+        ``"clean"``, each corruption by its name, and ``"corrupted"``, the mean over all of them: error, NLL and ECE.
+    """
+    clean = images.reader
+    measured = {"clean": evaluate([model], images, inference=inference)}
+    for name, corruption in CORRUPTIONS.items():
+        images.reader = CorruptedReader(clean, corruption)
+        measured[name] = evaluate([model], images, inference=inference)
+    keys = ("error", "nll", "ece")
+    figures = {name: {key: of_one[key] for key in keys} for name, of_one in measured.items()}
+    return figures | {"corrupted": {key: mean(figures[name][key] for name in CORRUPTIONS) for key in keys}}
+
+
+def main() -> None:
+    """Measure and write a JSON file."""
+    parser = argparse.ArgumentParser(prog="python -m studies.corruptions", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("-j", "--workers", type=int, default=0)
+    args = parser.parse_args()
+    inference = Inference(workers=args.workers, device=args.device)
+    measured = measure(args.model, image_folder(args.data_dir, args.split), inference)
+    args.file.write_text(json.dumps(measured, indent=1))
+
+
+if __name__ == "__main__":
+    main()
