@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import timm_moe
-from timm_moe.callbacks.averaging import average_
+from timm_moe.training.averaging import average_
 
 from .protocol import Contest, Row, Setting, Work, run
 

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from timm_moe.callbacks.lr_scales import scale_learning_rates
-from timm_moe.callbacks.switch_ema import SwitchEma
 from timm_moe.convert import ffn_paths
 from timm_moe.convert.blocks import select_blocks
-from timm_moe.layers import Fusion
+from timm_moe.rivals import Fusion, SwitchEma, scale_learning_rates
 
 from . import candidates
 

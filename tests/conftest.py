@@ -2,12 +2,12 @@
 
 import logging
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
+from common import DATA, SMALL_VIT
 from hypothesis import settings
 
 import timm_moe  # noqa: F401  (registers the models)
@@ -15,7 +15,6 @@ import timm_moe  # noqa: F401  (registers the models)
 settings.register_profile("timm_moe", deadline=None)  # a busy machine is no failure
 settings.load_profile("timm_moe")
 
-DATA = Path(__file__).parent / "data"
 SLOWEST = (
     "test_documents",
     "test_train_script",
@@ -26,8 +25,6 @@ SLOWEST = (
     "test_models",
 )
 CI_FILE = "\npytestmark = [pytest.mark.ci"
-SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
-SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
 
 
 @pytest.hookimpl(optionalhook=True)

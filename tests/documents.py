@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: docs/generated is left out, since programs write it, and what tests/test_start.py runs whole.
+#: docs/generated is left out, since programs write it, and what tests/project/test_start.py runs whole.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -1,9 +1,11 @@
 """New processes that need not import torch and timm, which takes seconds: forked from one that did nothing else."""
 
 import atexit
+import inspect
 import json
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -104,9 +106,14 @@ def run_code(code, *arguments, cwd=None, autoload="1", modules=("timm",), input=
     return _run(modules, autoload, ["-c", *map(str, arguments)], code, cwd, env, input, settings)
 
 
+def _rank(rank, file, name, *arguments):
+    runpy.run_path(file)[name](rank, *arguments)  # by its file: pytest's names of test modules cannot be imported
+
+
 def run_ranks(function, arguments, processes):
     """``function(rank, *arguments)`` in so many processes that may form a group."""
     multiprocessing.set_forkserver_preload(
         ["timm", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
     )
-    torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
+    arguments = (inspect.getfile(function), function.__name__, *arguments)
+    torch.multiprocessing.start_processes(_rank, arguments, processes, start_method="forkserver")

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import timm
-from conftest import SMALL_VIT, SMALL_VIT_KWARGS
+from common import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
-from timm_moe.callbacks.export import export_moe
+from timm_moe.export.export import export_moe
 from timm_moe_cli import main
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import DATA, SMALL_VIT
+from common import DATA, SMALL_VIT
 from safetensors.torch import load_file
 
 import timm_moe
 from timm_moe import files
-from timm_moe.callbacks.export import export_moe
 from timm_moe.checkpoints.vmoe import import_checkpoint
+from timm_moe.export.export import export_moe
 from timm_moe.files import check_folder, check_writable, publish, scratch_folder, staged, write_json, written_whole
 from timm_moe_cli import main
 
@@ -278,7 +278,7 @@ def test_the_second_export_is_refused_in_a_sentence(ewa_vit, tmp_path):
 
 
 def test_what_came_meanwhile_is_not_overwritten_unasked(ewa_vit, tmp_path, monkeypatch):
-    check = timm_moe.callbacks.export.check_target
+    check = timm_moe.export.export.check_target
 
     def check_and_be_late(output_dir, overwrite):
         target = check(output_dir, overwrite)
@@ -286,7 +286,7 @@ def test_what_came_meanwhile_is_not_overwritten_unasked(ewa_vit, tmp_path, monke
             write_pair(target, "of another process")
         return target
 
-    monkeypatch.setattr("timm_moe.callbacks.export.check_target", check_and_be_late)
+    monkeypatch.setattr("timm_moe.export.export.check_target", check_and_be_late)
     with pytest.raises(FileExistsError, match="is not empty; pass --overwrite"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert sorted(os.listdir(tmp_path / "vit")) == sorted(NAMES)
@@ -363,7 +363,7 @@ def test_push_stages_where_the_next_push_cleans(ewa_vit, tmp_path, monkeypatch, 
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     kill_within(scratch_folder("push"))
     timm_moe.push_dense(ewa_vit, "user/vit", dry_run=True)
-    timm_moe.hub.push.push_moe(ewa_vit, "user/vit", dry_run=True)
+    timm_moe.export.push.push_moe(ewa_vit, "user/vit", dry_run=True)
     assert os.listdir(tmp_path) == []
 
 

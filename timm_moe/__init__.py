@@ -15,15 +15,15 @@ except ModuleNotFoundError as error:
 from . import callbacks
 from .callbacks import ExpertWeightAveraging, RoutingSummary, auxiliary_loss, average_experts_, routing_summary
 from .convert import RouterSpec, convert_to_moe, moe_layers, register_router, to_dense
-from .distributed import expert_placement
 from .integrations import timm as timm_hooks
 from .layers import MemberLoss
+from .training import expert_placement
 from .version import __version__
 
 # All or nothing: the hooks come before the models, whose training needs them, and go if those cannot be registered.
 timm_hooks.install()
 try:
-    from . import models
+    from . import models, rivals
 except BaseException:
     timm_hooks.uninstall()
     raise
@@ -49,6 +49,7 @@ __all__ = [
     "push_dense",
     "push_moe",
     "register_router",
+    "rivals",
     "routing_summary",
     "to_dense",
 ]

@@ -14,12 +14,9 @@ from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
 from torch import nn
 
-from .analysis.benefits import moe_benefits
 from .analysis.data import Inference, class_names, image_folder, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
-from .analysis.norms import norm_divergence
-from .analysis.papers import comparisons
 from .analysis.routes import (
     Routes,
     check_output,
@@ -30,14 +27,18 @@ from .analysis.routes import (
 )
 from .analysis.routes import table as routes_table
 from .analysis.segmentation import MaskedImages, pair_files, read_class_names
-from .callbacks.export import export_dense, export_moe
 from .checkpoints.source import ModelSpec, describe, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
+from .export.export import export_dense, export_moe
+from .export.push import Push, client_output, folder_of, push_dense, push_folder, push_moe, refuse_options_of_files
 from .files import check_writable, write_json
-from .hub.push import Push, client_output, folder_of, push_dense, push_folder, push_moe, refuse_options_of_files
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
+from .papers.benefits import moe_benefits
+from .papers.norms import norm_divergence
+from .papers.papers import comparisons
+from .rivals import mc_dropout
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,6 +177,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json, args.overwrite)
     images, ood_images = _images(args)
+    members = {} if args.mc_dropout is None else {"members": mc_dropout(args.mc_dropout)}
     result = evaluate(
         args.sources,
         images,
@@ -183,7 +185,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         spec=_spec(args),
         use_ema=args.use_ema,
         inference=_inference(args),
-        mc_dropout=args.mc_dropout,
+        **members,
     )
     print("\n".join([*args.sources, table(result)]))
     if args.json:

@@ -21,9 +21,9 @@ from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .callbacks.averaging import ExpertWeightAveraging
-from .callbacks.export import export_dense
 from .drawings import COLOURS, ewa
+from .export import export_dense
+from .training.averaging import ExpertWeightAveraging
 
 BATCH_SIZE = 64
 #: Images in [-1, 1] with one channel.

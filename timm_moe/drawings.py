@@ -4,13 +4,15 @@
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.patches import FancyBboxPatch, Rectangle
+if TYPE_CHECKING:  # whoever takes the colours alone needs no matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
-from .colours import COLOURS as ALL_COLOURS
-
+#: The colours of all charts and drawings: Okabe and Ito's, told apart by the colour-blind too, without black and
+#: yellow, which a background may hide.
+ALL_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#A6761D")
 #: One for each of four experts.
 COLOURS = ALL_COLOURS[:4]
 GREY, INK, PAPER = "#C9CED4", "#1B1B1B", "#F1F3F5"
@@ -21,7 +23,7 @@ WIDTH, HEIGHT = 10.0, 7.0
 class Panel:
     """One panel of a drawing, 10 units wide and 7 high."""
 
-    def __init__(self, axes: Axes, title: str, says: str):
+    def __init__(self, axes: "Axes", title: str, says: str):
         axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT), aspect="equal")
         axes.axis("off")
         axes.set_title(title, fontsize=11, fontweight="bold", color=INK)
@@ -32,6 +34,8 @@ class Panel:
         self, x: float, y: float, text: str, colour: str = PAPER, width: float = 1.6, height: float = 0.9
     ) -> tuple[float, float]:
         """A rounded box around its middle, which is returned."""
+        from matplotlib.patches import FancyBboxPatch
+
         corner = (x - width / 2 + 0.1, y - height / 2 + 0.1)
         style = "round,pad=0.1,rounding_size=0.15"
         self.axes.add_patch(
@@ -42,6 +46,8 @@ class Panel:
 
     def tokens(self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55) -> list[float]:
         """A row of tokens around x; where each of them stands."""
+        from matplotlib.patches import Rectangle
+
         places = [x + (index - (len(colours) - 1) / 2) * size * 1.35 for index in range(len(colours))]
         for place, colour in zip(places, colours, strict=True):
             corner = (place - size / 2, y - size / 2)
@@ -62,7 +68,7 @@ class Panel:
         self.axes.text(x, y, text, fontsize=size, ha="center", va="center", color=INK)
 
 
-def panels(figure: Figure | SubFigure, says: Sequence[str]) -> list[Panel]:
+def panels(figure: "Figure | SubFigure", says: Sequence[str]) -> list[Panel]:
     """The three panels that every drawing has, side by side, each with what it says."""
     titles = ("A token", "A training step", "A checkpoint")
     axes = figure.subplots(1, 3)
@@ -110,7 +116,7 @@ def routes(panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tupl
             panel.arrow((x, y - 0.5), (after[token], 2.4), COLOURS[expert])
 
 
-def ewa(figure: Figure | SubFigure) -> None:
+def ewa(figure: "Figure | SubFigure") -> None:
     """Experts Weights Averaging (arXiv 2308.06093, figure 1 and eq. 6)."""
     token, step, checkpoint = panels(
         figure,

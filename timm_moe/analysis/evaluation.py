@@ -1,6 +1,6 @@
 """How good a classifier, or an ensemble of classifiers, is on a folder of images: all of :mod:`.metrics`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from timm.data import ImageDataset
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
-from .mc_dropout import sampling
+
+#: From a model in eval mode, its name, and images x (B, channels, height, width), to the logits (B, M, C) of members.
+Members = Callable[[nn.Module, str, Tensor], Tensor]
 
 #: What the numbers of an evaluation are called in a table, and their format.
 LABELS = {
@@ -31,6 +33,12 @@ LABELS = {
 }
 
 
+def own_members(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    """The logits (B, M, C) of the members that a model has; of a model without, its own as those of one member."""
+    forward_members = getattr(model, "forward_members", None)
+    return model(x).unsqueeze(1) if forward_members is None else forward_members(x)
+
+
 def evaluate(
     sources: Sequence[Source],
     images: ImageDataset,
@@ -39,7 +47,7 @@ def evaluate(
     spec: ModelSpec | None = None,
     use_ema: bool = False,
     inference: Inference | None = None,
-    mc_dropout: int | None = None,
+    members: Members = own_members,
 ) -> dict[str, float]:
     """Measure one classifier, or the ensemble of all members of several.
 
@@ -54,26 +62,24 @@ def evaluate(
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
         inference: how forwards are run.
-        mc_dropout: so many samples of each model, with the dropout of its experts left on, are its members.
+        members: what the members of each model are, if not its own: :func:`timm_moe.rivals.mc_dropout` makes samples.
 
     Returns:
         The keys of :data:`LABELS`: the first six; with several members the next six, means over members or pairs of
         them; with other images the last three. Errors and rates are shares, NLL and KL are in nats.
 
     Raises:
-        ValueError: if the classes of models and images differ, an output is NaN, or a model cannot be sampled, see
-            :func:`timm_moe.analysis.mc_dropout.sampling`; and as ``load_source``.
+        ValueError: if the classes of models and images differ or an output is NaN; and as ``members`` and
+            ``load_source``.
     """
     inference = inference or Inference()
-    if mc_dropout is not None and mc_dropout < 2:
-        raise ValueError(f"mc_dropout must be at least 2 samples, got {mc_dropout}.")
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
     figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
-    for log_p_BMC, labels in predictions(models, names, images, inference, mc_dropout):
+    for log_p_BMC, labels in predictions(models, names, images, inference, members):
         figures.update(log_p_BMC, labels)
     if ood_images is not None:
-        for log_p_BMC, _ in predictions(models, names, ood_images, inference, mc_dropout):
+        for log_p_BMC, _ in predictions(models, names, ood_images, inference, members):
             figures.update_ood(log_p_BMC)
     return figures.result()
 
@@ -133,7 +139,7 @@ def predictions(
     names: Sequence[str],
     images: ImageDataset,
     inference: Inference,
-    mc_dropout: int | None = None,
+    members: Members = own_members,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Log-probabilities (B, M, C) of all members of all models, and labels (B,), batch by batch, in float64 on the CPU.
 
@@ -141,32 +147,22 @@ def predictions(
     """
     for inputs, labels in batches(models, images, inference):
         parts = [
-            member_log_probabilities(model, name, x, inference, mc_dropout)
+            member_log_probabilities(model, name, x, inference, members)
             for name, model, x in zip(names, models, inputs, strict=True)
         ]
         yield torch.cat(parts, 1), labels.cpu()
 
 
 def member_log_probabilities(
-    model: nn.Module, name: str, x: Tensor, inference: Inference, mc_dropout: int | None = None
+    model: nn.Module, name: str, x: Tensor, inference: Inference, members: Members = own_members
 ) -> Tensor:
     """Log-probabilities (B, M, C) of the members of one model for images x (B, channels, height, width)."""
     with inference.autocast():
-        logits = _member_logits(model, x) if mc_dropout is None else _samples(model, name, x, mc_dropout)
+        logits = members(model, name, x)
     log_p_BMC = logits.cpu().double().log_softmax(2)
     if log_p_BMC.isnan().any():
         raise ValueError(f"{name} gives outputs that are NaN or Inf.")
     return log_p_BMC
-
-
-def _member_logits(model: nn.Module, x: Tensor) -> Tensor:
-    forward_members = getattr(model, "forward_members", None)
-    return model(x).unsqueeze(1) if forward_members is None else forward_members(x)
-
-
-def _samples(model: nn.Module, name: str, x: Tensor, samples: int) -> Tensor:
-    with sampling(model, name, samples):
-        return model(x).unflatten(0, (x.shape[0], samples))
 
 
 def confidence(log_p_BMC: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ..model_config import (
     shown,
     state_preprocessing,
 )
-from ..quick_init import quick_init
+from .quick_init import quick_init
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, FusedMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
+from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import put_experts, select_blocks
@@ -20,7 +20,6 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 # Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
 register_notrace_module(MoeMlp)
 register_notrace_module(EwaMlp)
-register_notrace_module(FusedMlp)
 register_notrace_module(SharedExpertMlp)
 
 

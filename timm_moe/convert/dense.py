@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..layers import FusedMlp, MoeMlp, begin_forward
+from ..layers import MoeMlp, begin_forward
 from .blocks import moe_layers, put_network, unwrapped, whole_experts
 from .gather import average, get_method
 
@@ -59,7 +59,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
     for path, layer in layers.items():
         whole_experts(layer)  # raises
-        if isinstance(layer, FusedMlp) and method != "average":
+        if layer.fused and method != "average":
             raise ValueError(
                 f"The experts in {path} are fused: they are one network, so method={method!r} has no place."
             )

@@ -19,8 +19,6 @@ from torch import nn
 from ..layers import (
     EnsembleRouter,
     EwaMlp,
-    FusedMlp,
-    Fusion,
     ImageRouter,
     MoeMlp,
     MultiHeadRouter,
@@ -108,8 +106,8 @@ class RouterSpec:
 
 
 _registered: dict[str, RouterSpec] = {}
-#: Those that come with the package.
-_HERE = ("random", "top_k", "fused")
+#: Names of those that come with the package.
+_HERE: list[str] = []
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
@@ -132,6 +130,11 @@ def register_router(spec: RouterSpec) -> RouterSpec:
             raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
     _registered[spec.name] = spec
     return spec
+
+
+def register_here(spec: RouterSpec) -> None:
+    """As :func:`register_router`, for those that come with the package: their options are refused wherever they err."""
+    _HERE.append(register_router(spec).name)
 
 
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
@@ -194,10 +197,6 @@ def _none(value: Any) -> Any:
 
 def _random_partition(dim: int, num_experts: int) -> nn.Module:
     return RandomPartition(num_experts)
-
-
-def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
-    return Fusion(num_experts, common_share)
 
 
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
@@ -294,7 +293,7 @@ COMMON_OPTIONS = (
     *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
 )
 
-register_router(
+register_here(
     RouterSpec(
         "random",
         _random_partition,
@@ -304,7 +303,7 @@ register_router(
         averaged=True,
     )
 )
-register_router(
+register_here(
     RouterSpec(
         "top_k",
         _top_k_router,
@@ -327,7 +326,4 @@ register_router(
         last_factory=partial(_top_k_router, is_last=True),
         check=_check_top_k,
     )
-)
-register_router(
-    RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}),
 )

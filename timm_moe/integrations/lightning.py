@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import distributed
 
-from ..callbacks.averaging import ExpertWeightAveraging
-from ..callbacks.loop import add_router_losses, expert_statistics, start_averaging
-from ..callbacks.router_losses import gathering, routed_layers
+from ..training.averaging import ExpertWeightAveraging
+from ..training.loop import add_router_losses, expert_statistics, start_averaging
+from ..training.router_losses import gathering, routed_layers
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -35,7 +35,7 @@ class ExpertCallback(Callback):
       ``configure_optimizers``, keeps it.
     - The routers' losses of all forwards of a ``training_step`` are added to the loss that it returns, unless it added
       :func:`timm_moe.auxiliary_loss` itself. In manual optimization, where it calls backward, it has to.
-    - At the end of each epoch :func:`timm_moe.callbacks.expert_statistics` goes to the loggers, as the mean over the
+    - At the end of each epoch :func:`timm_moe.training.expert_statistics` goes to the loggers, as the mean over the
       processes.
     - Checkpoints hold the random state of each process, so that a run that is resumed from the end of an epoch draws
       the partitions of its tokens, dropout and the order of its data as if it had not been interrupted.

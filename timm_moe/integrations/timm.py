@@ -3,8 +3,8 @@
 timm's ``create_scheduler_v2`` is where every timm training script states its optimizer, epochs and updates per epoch.
 It is wrapped so that the optimizer also gets the averaging that the experts it trains were created with. Its
 ``create_optimizer_v2`` tells biases and matrices by their number of dimensions, of which stacked ones have one more: it
-is told what they are, and which parameters learn at a rate of their own (``model.lr_scales()``). Its ``update_summary``
-writes a line of an epoch: what the experts did in it stands in a file beside. Its ``TrainingTask``
+is told what they are, and a model that says so divides the rates (``model.scale_learning_rates(optimizer)``). Its
+``update_summary`` writes a line of an epoch: what the experts did in it stands in a file beside. Its ``TrainingTask``
 is where the loss is computed: every task adds the losses of the routers in it, and compares each member of an ensemble
 with the targets. Its ``build_model_with_cfg`` is what every entrypoint of a model calls: it builds the class with
 experts where an entrypoint of this package asks for it.
@@ -33,17 +33,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..callbacks import averaging, epoch_log, router_losses
-from ..callbacks.averaging import (
+from ..convert.blocks import expert_parameters, sharing, unwrapped
+from ..layers import EwaMlp, MemberLoss, MoeMlp, WeakRegistry
+from ..training import averaging, epoch_log, router_losses
+from ..training.averaging import (
     UPDATES,
     ExpertWeightAveraging,
     is_primary,
     layers_of_trained_experts,
     living_layers,
 )
-from ..callbacks.lr_scales import scale_learning_rates
-from ..convert.blocks import expert_parameters, sharing, unwrapped
-from ..layers import EwaMlp, MemberLoss, MoeMlp, WeakRegistry
 
 _logger = logging.getLogger(__name__)
 _scheduler_signature = inspect.signature(create_scheduler_v2)
@@ -67,11 +66,11 @@ _undo: list[Callable[[], None]] = []
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
     model = _optimizer_signature.bind(*args, **kwargs).arguments["model_or_params"]
     optimizer = _create_optimizer_of_experts(*args, **kwargs)
-    lr_scales = getattr(unwrapped(model), "lr_scales", None) if isinstance(model, nn.Module) else None
-    if lr_scales is not None:
-        named = dict(unwrapped(model).named_parameters())
-        trained = {named[name]: scale for name, scale in lr_scales().items() if named[name].requires_grad}
-        scale_learning_rates(optimizer, trained)
+    scale_learning_rates = (
+        getattr(unwrapped(model), "scale_learning_rates", None) if isinstance(model, nn.Module) else None
+    )
+    if scale_learning_rates is not None:
+        scale_learning_rates(optimizer)
     return optimizer
 
 

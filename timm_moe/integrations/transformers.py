@@ -13,8 +13,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..callbacks.averaging import ExpertWeightAveraging
-from ..callbacks.loop import add_router_losses, expert_statistics, start_averaging
+from ..training.averaging import ExpertWeightAveraging
+from ..training.loop import add_router_losses, expert_statistics, start_averaging
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -37,7 +37,7 @@ class ExpertCallback(TrainerCallback):
     :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an error.
 
     Raises:
-        ValueError: as :func:`timm_moe.callbacks.start_averaging`, when training begins.
+        ValueError: as :func:`timm_moe.training.start_averaging`, when training begins.
     """
 
     def __init__(self) -> None:

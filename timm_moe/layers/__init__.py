@@ -1,10 +1,8 @@
 """Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
 
-from .batch_ensemble import BatchEnsembleLinear
 from .dispatch import Routing
 from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
 from .experts import Experts
-from .fused import FusedMlp, Fusion
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
 from .registry import WeakRegistry
@@ -20,12 +18,9 @@ from .routing import (
 )
 
 __all__ = [
-    "BatchEnsembleLinear",
     "EnsembleRouter",
     "EwaMlp",
     "Experts",
-    "FusedMlp",
-    "Fusion",
     "ImageRouter",
     "MemberLoss",
     "MoeMlp",

@@ -30,9 +30,11 @@ class MoeMlp(Experts):
         path: name of the layer in its model, for messages.
         replaced: the parameters of the dense network whose place it took, as long as something still holds them.
         deploys_dense: whether one dense network computes what the layer does when it is deployed.
+        fused: whether learned weights make one network of the experts, so that nothing is routed or left to gather.
     """
 
     deploys_dense: ClassVar[bool] = False
+    fused: ClassVar[bool] = False
     #: Called with every layer that comes to be in this process, copies and unpickled ones included.
     observers: ClassVar[list[Callable[["MoeMlp"], Any]]] = []
     replaced: Iterable[nn.Parameter] = ()

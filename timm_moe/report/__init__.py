@@ -9,8 +9,8 @@ from timm.data import ImageDataset
 from torch import nn
 
 from ..analysis.data import Inference, Source, class_names, describe_source, load_classifiers
-from ..checkpoints.history import find_history
 from ..checkpoints.source import ModelSpec
+from ..export.history import find_history
 from ..files import check_folder, publish, staged
 from ..info import measure
 from .alike import likeness

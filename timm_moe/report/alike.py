@@ -13,9 +13,9 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..analysis.data import Inference, batches
-from ..callbacks.epoch_log import spread
 from ..convert.blocks import moe_layers, whole_experts
 from ..layers import MoeMlp, routing_to
+from ..training.epoch_log import spread
 
 #: Rows of a layer's input on which the outputs of its experts are compared, and images that they come from.
 ROWS, IMAGES = 512, 16
@@ -29,7 +29,7 @@ class Likeness:
         layer: its name.
         weights_EE: cosine of the weights of two experts.
         outputs_EE: cosine of their outputs, on average over rows.
-        spread: see :func:`timm_moe.callbacks.epoch_log.spread`.
+        spread: see :func:`timm_moe.training.epoch_log.spread`.
     """
 
     layer: str

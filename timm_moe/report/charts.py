@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from ..colours import COLOURS
+from ..drawings import ALL_COLOURS
 
 #: Ratio of the largest to the smallest value above which an axis is logarithmic.
 WIDE = 100
@@ -43,7 +43,7 @@ def bars(
     axis = alt.Axis(format="%") if percent else alt.Axis()
     layers = [
         alt.Chart()
-        .mark_bar(color=COLOURS[0])
+        .mark_bar(color=ALL_COLOURS[0])
         .encode(
             x=alt.X(f"{x}:O", title=x_title, axis=alt.Axis(labelAngle=0)),
             y=alt.Y(f"{y}:Q", title=y_title, axis=axis),
@@ -51,7 +51,7 @@ def bars(
         )
     ]
     if rule is not None:
-        line = alt.MarkDef("rule", color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False)
+        line = alt.MarkDef("rule", color=ALL_COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False)
         layers.append(_chart([{}]).properties(mark=line).encode(y=alt.datum(rule)))
     # the bars have no data of their own: what is chosen of the chart's is what they show
     return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(width="container", height=240)
@@ -107,7 +107,7 @@ def histogram(rows: Rows, x: str, y: str, series: str, *, x_title: str, y_title:
 def reliability(rows: Rows) -> Any:
     """Accuracy against confidence in bins, beside the diagonal of a classifier that is as sure as it is right."""
     ends = [{"confidence": end, "accuracy": end} for end in (0, 1)]
-    diagonal = _chart(ends).mark_line(color=COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
+    diagonal = _chart(ends).mark_line(color=ALL_COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
     points = (
         _chart(rows)
         .mark_line(point=True)
@@ -146,7 +146,7 @@ def _chart(rows: Rows) -> alt.Chart:
 
 
 def _colour(series: str) -> alt.Color:
-    return alt.Color(f"{series}:N", title=_title(series), scale=alt.Scale(range=list(COLOURS)))
+    return alt.Color(f"{series}:N", title=_title(series), scale=alt.Scale(range=list(ALL_COLOURS)))
 
 
 def _title(name: str) -> str:

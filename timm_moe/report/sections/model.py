@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from ...checkpoints.history import History
 from ...convert.blocks import moe_layers
 from ...convert.find import ffn_paths
+from ...export.history import History
 from ...info import ModelInfo
-from ...layers import EnsembleRouter, Fusion, MoeMlp, RandomPartition, SharedExpertMlp
+from ...layers import EnsembleRouter, MoeMlp, RandomPartition, SharedExpertMlp
 from ...model_config import get_pretrained_cfg
 from .part import Part, Section
 
@@ -64,15 +64,15 @@ def _sitting(info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
 
 def _chosen_by(model: nn.Module, info: ModelInfo) -> str:
     """A sentence on what chooses the experts."""
-    routers = [layer.routed_by for layer in moe_layers(model).values()]
-    if not routers:
+    layers = moe_layers(model).values()
+    if not layers:
         return ""
-    if all(isinstance(router, RandomPartition) for router in routers):
+    if all(isinstance(layer.routed_by, RandomPartition) for layer in layers):
         return (
             " No router chooses: in training each token gets a random expert, so none of them sees some classes more "
             "than others, and none can die."
         )
-    if all(isinstance(router, Fusion) for router in routers):
+    if all(layer.fused for layer in layers):
         return " Nothing is routed: learned weights fuse the experts of a layer into one network."
     number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
     if info.routing_unit == "image":

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...callbacks.epoch_log import read_epochs
+from ...training.epoch_log import read_epochs
 from .. import charts
 from .alike import MEASURED
 from .part import Part, Section

@@ -1,0 +1,248 @@
+"""Few-shot evaluation: the regression against its definition, and the command on folders of images."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+
+from timm_moe.analysis.data import Inference, image_folder
+from timm_moe.analysis.fewshot import PENALTIES, Folder, Ridge, _best_penalty, fewshot
+from timm_moe.model_config import preprocessing
+from timm_moe_cli import main
+
+HERE = Inference(batch_size=7, workers=0, device="cpu")
+CLASSES, TRAIN, TEST = 3, 8, 5
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Classes of colours that are hard to tell apart."""
+    return write_colours(tmp_path_factory.mktemp("colours"), distance=20)
+
+
+def write_colours(folder, distance):
+    random = np.random.default_rng(0)
+    for split, number in (("train", TRAIN), ("test", TEST)):
+        for label in range(CLASSES):
+            (folder / split / f"class{label}").mkdir(parents=True)
+            for index in range(number):
+                colour = 100 + distance * np.eye(3)[label] + random.normal(0, 20, 3)
+                pixels = np.clip(colour + random.normal(0, 30, (32, 32, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / split / f"class{label}" / f"{index}.png")
+    return folder
+
+
+def folder_of(data):
+    return Folder("colours", image_folder(data, "train"), image_folder(data, "test"))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(2, 4), st.sampled_from(PENALTIES), st.integers(0, 99))
+def test_the_regression_is_its_definition(images, width, num_classes, penalty, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(images, width, generator=generator, dtype=torch.float64)
+    label = torch.randint(num_classes, (images,), generator=generator)
+    others = torch.randn(5, width, generator=generator, dtype=torch.float64)
+    mean, std = x.mean(0), x.std(0, correction=0) + 1e-5
+
+    def whitened(rows):
+        return torch.cat([(rows - mean) / std, torch.full((len(rows), 1), 100.0, dtype=torch.float64)], 1)
+
+    y = torch.where(label[:, None] == torch.arange(num_classes), 1.0, -1.0).double()
+    design = whitened(x)
+    weights = torch.linalg.solve(design.T @ design + penalty * torch.eye(width + 1, dtype=torch.float64), design.T @ y)
+    ridge = Ridge(x, label, num_classes)
+    torch.testing.assert_close(ridge.scores(others, penalty), whitened(others) @ weights, rtol=1e-6, atol=1e-5)
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 12), st.integers(1, 9), st.integers(2, 4), st.sampled_from(PENALTIES), st.integers(0, 99))
+def test_the_left_out_error_is_that_of_regressions_without_the_image(images, width, num_classes, penalty, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(images, width, generator=generator, dtype=torch.float64)
+    label = torch.randint(num_classes, (images,), generator=generator)
+    design = (x - x.mean(0)) / (x.std(0, correction=0) + 1e-5)
+    design = torch.cat([design, torch.full((images, 1), 100.0, dtype=torch.float64)], 1)
+    y = torch.where(label[:, None] == torch.arange(num_classes), 1.0, -1.0).double()
+    squares = []
+    for left_out in range(images):
+        rows, targets = (torch.cat([part[:left_out], part[left_out + 1 :]]) for part in (design, y))
+        gram = rows.T @ rows + penalty * torch.eye(width + 1, dtype=torch.float64)
+        squares.append((design[left_out] @ torch.linalg.solve(gram, rows.T @ targets) - y[left_out]).square())
+    error = Ridge(x, label, num_classes).left_out_error(penalty)
+    assert error == pytest.approx(torch.stack(squares).mean().item(), rel=1e-4)
+
+
+def test_the_penalty_is_of_the_best_mean_rank():
+    accuracy = torch.tensor([[0.1, 0.5, 0.4], [0.2, 0.3, 0.9], [0.1, 0.3, 0.2]])  # ranks 0 2 1, 0 1 2, 0 2 1
+    assert _best_penalty(accuracy) == 1
+    assert _best_penalty(torch.full((2, 4), 0.5)) == 0
+
+
+def test_accuracies_are_those_of_a_loop_by_hand(data):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
+    results = fewshot([model], [folder_of(data)], (1, 4), draws=2, inference=HERE)
+    assert [(result.shots, result.members) for result in results] == [(1, "joint"), (4, "joint")]
+    assert results == fewshot([model], [folder_of(data)], (1, 4), draws=2, inference=HERE)  # the draws repeat
+
+    def features(split):
+        images = image_folder(data, split)
+        images.transform = timm.data.create_transform(**preprocessing(model))
+        x, label = zip(*(images[index] for index in range(len(images))), strict=True)
+        with torch.no_grad():
+            return model.forward_features(torch.stack(x))[:, 0], torch.tensor(label)
+
+    (x, label), (others, expected) = features("train"), features("test")
+    generator = torch.Generator().manual_seed(0)
+    drawn = []
+    for _ in range(2):
+        of_class = [(label == number).nonzero().flatten() for number in range(CLASSES)]
+        drawn.append([images[torch.randperm(TRAIN, generator=generator)] for images in of_class])
+    for result in results:
+        accuracy = []
+        for order in drawn:
+            chosen = torch.cat([images[: result.shots] for images in order])
+            scores = Ridge(x[chosen], label[chosen], CLASSES).scores(others, result.penalty)
+            accuracy.append((scores.argmax(1) == expected).double().mean().item())
+        assert result.accuracy == pytest.approx(np.mean(accuracy))
+        assert result.standard_error == pytest.approx(np.std(accuracy, ddof=1) / 2**0.5)
+
+
+def test_members_are_joined_or_take_part_one_by_one(data):
+    ensemble = timm.create_model("vmoe_pbe_s32", num_experts=4, **SMALL_VIT).eval()
+    x = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        members = ensemble.forward_member_features(x)
+        assert members.shape == (4, 2, 32)
+        torch.testing.assert_close(
+            members.mean(1), ensemble.forward_head(ensemble.forward_features(x), pre_logits=True)
+        )
+        torch.testing.assert_close(ensemble.head(members), ensemble.forward_members(x))
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
+    results = fewshot([ensemble, dense], [folder_of(data)], (2,), draws=1, inference=HERE)
+    assert [result.members for result in results] == ["joint", "disjoint", "weighted"]
+    assert results[0].standard_error is None
+    alone = fewshot([dense], [folder_of(data)], (2,), draws=1, inference=HERE)
+    twice = fewshot([dense, dense], [folder_of(data)], (2,), draws=1, inference=HERE)
+    assert twice[1].accuracy == twice[2].accuracy == alone[0].accuracy  # the mean of two equal regressions
+
+
+class Brightness(nn.Module):
+    """Features that tell the colours apart, or nothing but noise."""
+
+    num_classes = CLASSES
+
+    def __init__(self, noise):
+        super().__init__()
+        self.noise = noise
+        self.pretrained_cfg = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).pretrained_cfg
+
+    def forward_features(self, x):
+        mean = x.mean((2, 3))
+        return (mean * 1e3).sin() if self.noise else mean  # a function of the image alone
+
+    def forward_head(self, x, pre_logits):
+        return x
+
+
+def test_a_member_counts_by_what_it_says_of_images_left_out(tmp_path):
+    data = write_colours(tmp_path, distance=80)
+    members = [Brightness(noise=False), *(Brightness(noise=True) for _ in range(9))]
+    results = fewshot(members, [folder_of(data)], (6,), draws=2, inference=HERE)
+    _, disjoint, weighted = results
+    assert weighted.members == "weighted"
+    features, labels = [], []
+    for split in ("train", "test"):
+        images = image_folder(data, split)
+        images.transform = timm.data.create_transform(**preprocessing(members[0]))
+        x, label = zip(*(images[index] for index in range(len(images))), strict=True)
+        features.append([member.forward_features(torch.stack(x)) for member in members])
+        labels.append(torch.tensor(label))
+    generator = torch.Generator().manual_seed(0)
+    accuracy = []
+    for _ in range(2):
+        of_class = [(labels[0] == number).nonzero().flatten() for number in range(CLASSES)]
+        chosen = torch.cat([rows[torch.randperm(TRAIN, generator=generator)[:6]] for rows in of_class])
+        scores = 0
+        for x, others in zip(*features, strict=True):
+            ridge = Ridge(x[chosen], labels[0][chosen], CLASSES)
+            scores = scores + ridge.scores(others, weighted.penalty) / ridge.left_out_error(weighted.penalty)
+        accuracy.append((scores.argmax(1) == labels[1]).double().mean().item())
+    assert weighted.accuracy == pytest.approx(np.mean(accuracy))
+    telling, noise = (Ridge(x[chosen], labels[0][chosen], CLASSES).left_out_error(1) for x in features[0][:2])
+    assert telling < 0.5 * noise
+    assert weighted.accuracy > disjoint.accuracy + 0.1
+
+
+def test_the_command_writes_what_it_prints(data, tmp_path, capsys):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    timm.models.save_for_hf(model, str(tmp_path / "model"), safe_serialization=True)
+    options = ["--split", "test", "--shots", "1", "2", "--draws", "2", "-j", "0", "--json", str(tmp_path / "out.json")]
+    folders = ["--data-dir", str(data), str(data)]
+    assert main(["fewshot", str(tmp_path / "model"), *folders, *options]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [result["shots"] for result in written["results"]] == [1, 1, 2, 2]
+    for result in written["results"]:
+        assert f"{result['accuracy']:.2%} ± {result['standard_error']:.2%}" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(shots=(9,)), "9 shots are asked for, but class class0 of colours has 8 images"),
+        (dict(shots=(0,)), r"shots and draws must be at least 1, got \[0\] and 3"),
+        (dict(draws=0), "shots and draws must be at least 1"),
+    ],
+)
+def test_what_is_not_possible_is_said(data, options, message):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    with pytest.raises(ValueError, match=message):
+        fewshot([model], [folder_of(data)], **{"shots": (1,), **options}, inference=HERE)
+
+
+def test_a_class_without_images_is_named(data, tmp_path, capsys):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for name in ("class0", "class1"):
+            (tmp_path / split / name).symlink_to(data / split / name)
+    (tmp_path / "map.txt").write_text("class0\nclass1\nclass2\n")
+    options = ["--data-dir", str(tmp_path), "--split", "test", "--shots", "1", "-j", "0"]
+    for extra, split in ((["--class-map", str(tmp_path / "map.txt")], "train"), ([], "test")):
+        if not extra:
+            (tmp_path / split / "class2").mkdir()
+            (tmp_path / split / "class2" / "readme.txt").write_text("no image")
+        assert main(["fewshot", "no-such-model", *options, *extra]) == 1
+        message = f"timm-moe: error: Class class2 has no images in {tmp_path / split}.\n"
+        assert capsys.readouterr().err == message
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    (tmp_path / "test" / "class2").rename(tmp_path / "test" / ".class2")  # hidden: none of the classes
+    assert fewshot([model], [folder_of(tmp_path)], (1,), draws=1, inference=HERE)
+
+
+def test_other_classes_and_models_without_features_are_refused(data, tmp_path):
+    for name in ("class0", "class1"):
+        (tmp_path / "train").mkdir(exist_ok=True)
+        (tmp_path / "train" / name).symlink_to(data / "train" / name)
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    other = Folder("two", image_folder(tmp_path, "train"), image_folder(data, "test"))
+    with pytest.raises(ValueError, match="two has other classes among its test images"):
+        fewshot([model], [other], (1,), inference=HERE)
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pretrained_cfg = model.pretrained_cfg
+
+    with pytest.raises(ValueError, match="is a Plain, which does not give the features"):
+        fewshot([Plain()], [folder_of(data)], (1,), inference=HERE)
+    nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(ValueError, match="gives features that are NaN"):
+        fewshot([model], [folder_of(data)], (1,), inference=HERE)

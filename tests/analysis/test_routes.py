@@ -1,0 +1,232 @@
+"""Which classes go to which experts, against the routers' weights applied by hand."""
+
+import csv
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from common import SMALL_VIT, SMALL_VIT_KWARGS
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from timm_moe import moe_layers
+from timm_moe.analysis.data import Inference, image_folder, load_classifiers
+from timm_moe.analysis.routes import (
+    Routes,
+    collect_routes,
+    display_order,
+    mutual_information,
+    mutual_information_by_chance,
+    plot,
+    summarize,
+    summarize_all,
+)
+from timm_moe_cli import main
+
+HERE = Inference(batch_size=7, workers=0, device="cpu")
+CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for label, name in enumerate(CLASSES):
+        (folder / "val" / name).mkdir(parents=True)
+        for index in range(4 + label % 2):
+            pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / "val" / name / f"{index}.png")
+    return folder
+
+
+def make_model(name="vit_tiny_moe", **options):
+    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
+    for layer in moe_layers(model).values():
+        if hasattr(layer.router, "weight"):
+            nn.init.normal_(layer.router.weight)
+    return model
+
+
+def routes_of(model, data):
+    images = image_folder(data)
+    return collect_routes(*load_classifiers([model], images, inference=HERE), images, HERE)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "unit"),
+    [
+        ("vit_tiny_moe", dict(num_experts=4, top_k=2), "token"),
+        ("vit_tiny_moe", dict(num_experts=3, eval_capacity_factor=0.5), "token"),
+        ("vimoe_s14", dict(num_experts=6, moe_layers="1,3"), "image"),
+    ],
+)
+def test_shares_are_those_of_the_largest_logits(data, name, options, unit):
+    model = make_model(name, **options)
+    inputs = {path: [] for path in moe_layers(model)}
+    handles = [
+        layer.router.register_forward_pre_hook(lambda _, args, path=path: inputs[path].append(args[0]))
+        for path, layer in moe_layers(model).items()
+    ]
+    all_routes = routes_of(model, data)
+    for handle in handles:
+        handle.remove()
+    top_k, experts = options.get("top_k", 1), options["num_experts"]
+    assert [routes.layer for routes in all_routes] == ["blocks.1.mlp", "blocks.3.mlp"]
+    for routes in all_routes:
+        router = moe_layers(model)[routes.layer].router
+        x = torch.cat(inputs[routes.layer])
+        x = x[:, :1] if unit == "image" else x
+        chosen = (x @ router.weight.T).topk(top_k).indices.flatten(1)
+        expected = torch.zeros(5, experts, dtype=torch.double)
+        for label, experts_of_image in zip(routes.labels, chosen, strict=True):
+            for expert in experts_of_image:
+                expected[label, expert] += 1
+        assert routes.classes == CLASSES
+        assert routes.top_k == top_k
+        torch.testing.assert_close(routes.share_CE(), expected / expected.sum(1, keepdim=True))
+        different = np.mean([len(set(row.tolist())) for row in chosen])
+        summary = summarize(routes, 0.1)
+        assert summary["experts_per_image"] == pytest.approx(different)
+        assert summary["load"] == pytest.approx((expected.sum(0) / expected.sum()).tolist())
+        assert summary["mean_largest_share"] == pytest.approx(routes.share_CE().max(1).values.mean().item())
+        assert router.eval_capacity_factor == options.get("eval_capacity_factor")
+        assert not router._forward_hooks
+
+
+def test_a_layer_that_is_called_twice_has_two_panels(data):
+    model = make_model(moe_layers="1,2")
+    model.blocks[3].mlp = model.blocks[1].mlp
+    all_routes = routes_of(model, data)
+    assert [routes.layer for routes in all_routes] == ["blocks.1.mlp (call 1)", "blocks.2.mlp", "blocks.1.mlp (call 2)"]
+    assert not torch.equal(all_routes[0].count_IE, all_routes[2].count_IE)
+    assert summarize_all(all_routes, 0.1)["routing_degree"] == 4**3
+
+
+def test_classes_without_images_are_left_out(data, tmp_path):
+    (tmp_path / "classes.txt").write_text("\n".join(["nothing", *CLASSES]))
+    images = image_folder(data, class_map=str(tmp_path / "classes.txt"))
+    models = load_classifiers([make_model(num_classes=6)], images, inference=HERE)
+    (first, _) = collect_routes(*models, images, HERE)
+    assert first.classes == CLASSES
+    torch.testing.assert_close(first.share_CE().sum(1), torch.ones(5, dtype=torch.double))
+
+
+def made_up(expert_of_image, experts, labels):
+    count_IE = nn.functional.one_hot(torch.tensor(expert_of_image), experts).int()
+    return Routes(
+        "layer", 1, count_IE.shape[1], count_IE, torch.tensor(labels), [str(label) for label in sorted(set(labels))]
+    )
+
+
+def test_mutual_information():
+    assert mutual_information(torch.eye(8)) == pytest.approx(math.log(8))
+    assert mutual_information(torch.ones(5, 1) * torch.rand(1, 4)) == pytest.approx(0, abs=1e-7)
+    joint = torch.tensor([[3.0, 1.0], [0.0, 4.0]]).double()
+    by_hand = 3 / 8 * math.log(2) + 1 / 8 * math.log(2 / 5) + 4 / 8 * math.log(8 / 5)
+    assert mutual_information(joint) == pytest.approx(by_hand)
+
+
+def test_mutual_information_by_chance_is_that_of_a_router_that_ignores_classes():
+    random = np.random.default_rng(0)
+    labels = [label for label in range(20) for _ in range(10)]
+    routes = made_up(random.integers(0, 4, 200).tolist(), 4, labels)
+    information, chance = mutual_information(routes.count_CE()), mutual_information_by_chance(routes)
+    assert chance == pytest.approx(19 * 3 / (2 * 200), rel=0.3)  # the bias of the estimate, (C - 1)(E - 1) / 2n
+    assert abs(information - chance) < 0.05
+    assert not summarize(routes, 0.05)["kept"]
+
+
+def test_which_layers_are_kept():
+    labels = [0, 0, 0, 0, 1, 1, 1, 1]
+    same = made_up([0] * 8, 2, labels)
+    apart = made_up(labels, 2, labels)
+    single = made_up([0] * 8, 1, labels)
+    summary = summarize_all([same, apart, single], 0.25)
+    assert [layer["kept"] for layer in summary["layers"]] == [False, True, False]
+    assert [layer["normalized"] for layer in summary["layers"]] == pytest.approx([0, 1, 0])
+    assert (summary["routing_degree"], summary["routing_degree_of_kept"]) == (4, 2)
+    assert summary["experts_per_image"] == 3
+
+
+def test_order_of_display():
+    share_CE = torch.tensor([[0.1, 0.9], [0.6, 0.4], [0.3, 0.7], [0.8, 0.2]])
+    assert display_order(share_CE) == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize(("layers", "classes", "experts"), [(1, 2, 1), (13, 10, 16), (2, 1000, 8)])
+def test_plots_of_all_sizes(tmp_path, layers, classes, experts):
+    pytest.importorskip("matplotlib")
+    routes = made_up([label % experts for label in range(classes)], experts, list(range(classes)))
+    plot([routes] * layers, tmp_path / "a.png")
+    width, height = Image.open(tmp_path / "a.png").size
+    assert 300 < width < 3300
+    assert 300 < height < 3300
+
+
+def command(folder, model, name, data, *options):
+    save_file(model.state_dict(), folder / "a.safetensors")
+    spec = ["--model", name, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+    return [
+        *("routes", str(folder / "a.safetensors"), "--data-dir", str(data), str(folder / "out")),
+        *("-j", "0", "--device", "cpu", *options, *spec),
+    ]
+
+
+def test_the_command(data, tmp_path, capsys):
+    model = make_model()
+    arguments = command(tmp_path, model, "vit_tiny_moe", data, "--threshold", "-1")
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "routing degree 16" in out
+    assert "layers worth keeping: blocks.1.mlp, blocks.3.mlp; routing degree 16" in out
+    written = json.loads((tmp_path / "out/routes.json").read_text())
+    assert [layer["kept"] for layer in written["layers"]] == [True, True]
+    assert f"{written['layers'][0]['mutual_information']:.3f} nats" in out
+    assert set(written["versions"]) == {"timm_moe", "timm", "torch"}
+    with open(tmp_path / "out/routes.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["share"]) for row in rows if row["layer"] == "blocks.3.mlp"] == pytest.approx(
+        routes_of(model, data)[1].share_CE().flatten().tolist(), rel=1e-6
+    )
+    assert {row["class"] for row in rows} == set(CLASSES)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir())[:2] == ["routes.csv", "routes.json"]
+    assert main(arguments) == 1
+    assert "exists; pass --overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+
+
+def test_without_matplotlib_all_but_the_plot_is_written(data, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(command(tmp_path, make_model(), "vit_tiny_moe", data)) == 0
+    assert "needs matplotlib: pip install 'timm_moe[evaluate]'." in caplog.text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["routes.csv", "routes.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_tiny_patch16_224", "This VisionTransformer has no expert layers, so nothing is routed."),
+        ("vit_tiny_ewa_moe", "All expert layers of this model are random partitions"),
+    ],
+)
+def test_models_without_routers(data, tmp_path, monkeypatch, capsys, name, message):
+    arguments = command(tmp_path, make_model(name), name, data)
+    monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("The model was run."))
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_nothing_can_be_written(data, tmp_path, capsys):
+    arguments = ["routes", "missing.pth", "--data-dir", str(data)]
+    (tmp_path / "file").touch()
+    assert main([*arguments, str(tmp_path / "file")]) == 1
+    assert main([*arguments, str(tmp_path / "file/where")]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert "file is a file; the output must be a folder." in errors[0]
+    assert "file is a file, so" in errors[1]

@@ -1,0 +1,232 @@
+"""Images with masks, and which classes of patches go to which experts, against the routers' weights applied by hand."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+
+from timm_moe import moe_layers
+from timm_moe.analysis.data import Inference
+from timm_moe.analysis.routes import collect_patch_routes, summarize
+from timm_moe.analysis.segmentation import MaskedImages, majority_labels, pair_files
+from timm_moe.callbacks import export_moe
+from timm_moe.checkpoints.source import load_source
+from timm_moe.model_config import preprocessing
+from timm_moe_cli import main
+
+HERE = Inference(batch_size=2, workers=0, device="cpu")
+NAMES = ["sky", "road", "tree"]
+VOID = 9
+
+
+def write(file, pixels):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(file)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Images of 48 x 40 pixels whose brightness is that of their labels; of each, one corner has no class."""
+    random = np.random.default_rng(0)
+    for name in ("a", "b", "c", "city/d"):
+        labels = random.integers(0, 3, (5, 6)).repeat(8, 0).repeat(8, 1)
+        write(tmp_path / "images" / f"{name}.jpg", np.stack([80 * labels] * 3, 2))
+        labels[:10, :12] = VOID
+        write(tmp_path / "masks" / f"{name}.png", labels)
+    return tmp_path
+
+
+def make_model(name="vimoe_s14", **options):
+    model = timm.create_model(name, **{**SMALL_VIT, "num_classes": 0, "num_experts": 4, **options}).eval()
+    for layer in moe_layers(model).values():
+        nn.init.normal_(layer.router.weight)
+    return model
+
+
+def masked_images(data, model, classes=NAMES):
+    return MaskedImages(data / "images", data / "masks", preprocessing(model), classes, VOID)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_majority_of_a_patch(batch, rows, columns, side, data):
+    numbers = st.lists(st.integers(0, 3), min_size=(size := batch * rows * columns * side**2), max_size=size)
+    labels = torch.tensor(data.draw(numbers)).view(batch, rows * side, columns * side)
+    majority = majority_labels(labels, (rows, columns)).view(batch, rows, columns)
+    for image in range(batch):
+        for row in range(rows):
+            for column in range(columns):
+                patch = labels[image, row * side : (row + 1) * side, column * side : (column + 1) * side]
+                assert majority[image, row, column] == patch.flatten().bincount().argmax()
+
+
+def test_images_and_masks_stay_aligned(data):
+    images = masked_images(data, make_model(img_size=(24, 64)))
+    assert [image.relative_to(data).as_posix() for image, _ in images.pairs][-1] == "images/city/d.jpg"
+    for image, labels in images:
+        assert image.shape == (3, 24, 64)
+        assert labels.shape == (24, 64)
+        assert set(labels[:5, :15].flatten().tolist()) == {VOID}  # of 10 x 12 of 40 x 48 pixels
+        brightness = image[0] * images.transform.transforms[-1].std[0] + images.transform.transforms[-1].mean[0]
+        known = labels != VOID
+        shown = (brightness * 255 / 80).round()
+        assert (shown == labels)[known].float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "members"),
+    [
+        ("vimoe_s14", dict(routing_unit="token"), 1),
+        ("vimoe_s14", dict(routing_unit="token", reg_tokens=2, img_size=(32, 48)), 1),
+        ("vimoe_s14", dict(routing_unit="image"), 1),
+        ("vit_tiny_moe", dict(top_k=2), 1),
+        ("vmoe_pbe_b32", dict(num_experts=4, ensemble_size=2, top_k=1), 2),
+    ],
+)
+def test_patches_are_counted_by_their_label(data, name, options, members):
+    model = make_model(name, moe_layers="3", **options)
+    ((path, layer),) = moe_layers(model).items()
+    seen = []
+    layer.router.register_forward_hook(lambda _, args, routing: seen.append(routing.experts().view(len(args[0]), -1)))
+    images = masked_images(data, model)
+    (routes,) = collect_patch_routes(model, images, HERE)
+    tokens = model.num_prefix_tokens + model.patch_embed.num_patches
+    chosen = torch.cat(seen).view(len(images), members, tokens, -1)
+    expected = torch.zeros(3, 4, dtype=torch.double)
+    different, patches = [], 0
+    for image, (_, labels) in enumerate(images):
+        classes = majority_labels(labels[None], model.patch_embed.grid_size)[0]
+        used = set()
+        for patch, label in enumerate(classes.tolist()):
+            experts = chosen[image, :, model.num_prefix_tokens + patch].flatten().tolist()
+            for expert in experts if label != VOID else ():
+                expected[label, expert] += 1
+                used.add(expert)
+            patches += label != VOID
+        different.append(len(used))
+    assert patches < len(images) * model.patch_embed.num_patches
+    assert routes.layer == path
+    assert routes.classes == NAMES
+    torch.testing.assert_close(routes.count_CE(), expected)
+    assert summarize(routes, 0.1)["experts_per_image"] == pytest.approx(np.mean(different))
+    assert (routes.images(), len(routes.labels)) == (len(images), patches)
+
+
+def command(data, model, *options):
+    export_moe(model, data / "model", overwrite=True)
+    where = ["--data-dir", str(data / "images"), "--segmentation", str(data / "masks")]
+    return ["routes", str(data / "model"), str(data / "out"), *where, "-j", "0", "--device", "cpu", *options]
+
+
+def test_the_command(data, capsys):
+    (data / "classes.txt").write_text("\n".join(NAMES))
+    model = make_model(routing_unit="token")
+    options = ["--ignore-index", str(VOID), "--class-map", str(data / "classes.txt")]
+    assert main(command(data, model, *options)) == 0
+    routes = collect_patch_routes(model, masked_images(data, model), HERE)
+    assert f"images 4, patches {len(routes[0].labels)}, experts of an image" in capsys.readouterr().out
+    written = json.loads((data / "out/routes.json").read_text())
+    assert (written["images"], written["patches"]) == (4, len(routes[0].labels))
+    assert (written["segmentation"], written["ignore_index"], written["split"]) == (str(data / "masks"), VOID, None)
+    with open(data / "out/routes.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["layer"] == routes[1].layer]
+    assert [float(row["share"]) for row in rows] == pytest.approx(routes[1].share_CE().flatten().tolist(), rel=1e-6)
+    assert [row["class"] for row in rows[::4]] == NAMES
+
+
+def test_without_names_classes_are_their_numbers(data):
+    model = make_model(routing_unit="token")
+    assert collect_patch_routes(model, masked_images(data, model, classes=None), HERE)[0].classes == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("file", "pixels", "message"),
+    [
+        ("masks/a.png", np.zeros((20, 48)), "images/a.jpg and its mask differ in size: 48 x 40 and 48 x 20 pixels."),
+        ("masks/a.png", np.full((40, 48), 3), "has the label 3, but there are 3 classes, 0 to 2, and 9 for pixels"),
+        ("masks/a.png", np.zeros((40, 48, 3)), "masks/a.png has 3 channels; it must have one"),
+        ("masks/a.png", b"no image", "masks/a.png cannot be read: "),
+        ("masks/e.png", np.zeros((40, 48)), "1 of 5 masks have no image of the same name, as "),
+        ("images/e.png", np.zeros((40, 48)), "1 of 5 images have no mask of the same name, as "),
+        (
+            "masks/a.bmp",
+            np.zeros((40, 48)),
+            "masks/a.png differ by their ending alone, so no mask is theirs for certain.",
+        ),
+        ("classes.txt", b"sky\nroad\nsky", "classes.txt names a class twice."),
+        ("classes.txt", b"\n", "classes.txt names no class."),
+        ("classes.txt", b"\xff", "classes.txt is no text: "),
+    ],
+)
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.ci)])
+def test_bad_data(data, capsys, workers, file, pixels, message):
+    (data / "classes.txt").write_text("\n".join(NAMES))
+    if isinstance(pixels, bytes):
+        (data / file).write_bytes(pixels)
+    else:
+        write(data / file, pixels)
+    options = ["--ignore-index", str(VOID), "--class-map", str(data / "classes.txt"), "-j", workers]
+    assert main(command(data, make_model(routing_unit="token"), *options)) == 1
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert message in error
+    assert not (data / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--split", "test"], "so --split has no place."),
+        (["--crop-pct", "0.9"], "so --crop-pct has no place."),
+        (["--crop-mode", "center"], "so --crop-mode has no place."),
+        (["--segmentation", "nowhere"], "There is no folder nowhere."),
+        (["--data-dir", "."], "has no image: their names end in .png, "),
+    ],
+)
+def test_bad_options(data, monkeypatch, capsys, options, message):
+    (data / "empty").mkdir()
+    monkeypatch.chdir(data / "empty")
+    assert main(command(data, make_model(routing_unit="token"), *options)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_ignored_label_needs_masks(data, capsys):
+    assert main(["routes", "model", "out", "--data-dir", str(data), "--ignore-index", "9"]) == 1
+    assert "name the folder of the masks with --segmentation." in capsys.readouterr().err
+
+
+def test_masks_without_classes(data):
+    for _, mask in pair_files(data / "images", data / "masks"):
+        write(mask, np.full((40, 48), VOID))
+    model = make_model(routing_unit="token")
+    with pytest.raises(ValueError, match="the label 9, so no patch has a class"):
+        collect_patch_routes(model, masked_images(data, model), HERE)
+
+
+def test_models_whose_tokens_are_no_patches(data):
+    model = make_model("vit_tiny_moe")
+    model.num_prefix_tokens = 0
+    with pytest.raises(ValueError, match="routes 17 rows of an image, which are not its 16 patches and 0 other tokens"):
+        collect_patch_routes(model, masked_images(data, model), HERE)
+    del model.num_prefix_tokens
+    with pytest.raises(ValueError, match="does not say which of its tokens are which patches"):
+        collect_patch_routes(model, masked_images(data, model), HERE)
+
+
+def test_a_folder_of_a_backbone_is_opened_without_a_classifier(tmp_path):
+    model = make_model()
+    export_moe(model, tmp_path / "model")
+    loaded = load_source(tmp_path / "model")
+    assert loaded.num_classes == 0
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_patches_that_do_not_divide_the_image():
+    with pytest.raises(ValueError, match="2 x 3 patches do not divide images of 4 x 8 pixels"):
+        majority_labels(torch.zeros(1, 4, 8, dtype=torch.long), (2, 3))

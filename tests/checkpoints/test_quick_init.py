@@ -1,0 +1,40 @@
+"""Weights that a file replaces at once are drawn quickly; all others as ever."""
+
+import timm
+import torch
+from common import SMALL_VIT
+from torch import nn
+
+import timm_moe
+from timm_moe.checkpoints.quick_init import quick_init
+from timm_moe.checkpoints.source import ModelSpec, load_source
+
+
+def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():
+    with quick_init():
+        normal = nn.Parameter(torch.empty(300, 301))
+        with torch.no_grad():
+            normal.normal_(2.0, 0.5)
+        uniform, truncated = torch.empty(300, 301).uniform_(-1, 3), torch.empty(300, 301)
+        nn.init.trunc_normal_(truncated, std=1.0, a=2.0, b=3.0)  # draws until it has enough
+        linear = nn.Linear(300, 300)
+    assert abs(normal.mean() - 2) < 0.02
+    assert abs(normal.std() - 0.5) < 0.02
+    assert -1 <= uniform.min() < -0.99
+    assert 2.99 < uniform.max() <= 3
+    assert 2 <= truncated.min() <= truncated.max() <= 3
+    assert len(uniform.unique()) <= 2**14
+    assert linear.weight.abs().max() == 0
+    assert len(torch.empty(300, 301).uniform_().unique()) > 2**14
+    assert nn.Linear(300, 300).weight.std() > 0
+
+
+def test_routers_that_a_dense_checkpoint_lacks_are_drawn(tmp_path):
+    spec = ModelSpec(name="vit_tiny_moe", kwargs={**SMALL_VIT, "embed_dim": 192, "num_experts": 128})
+    dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "embed_dim": 192})
+    torch.save({"state_dict": dense.state_dict()}, tmp_path / "dense.pth")
+    model = load_source(tmp_path / "dense.pth", spec)
+    for layer in timm_moe.moe_layers(model).values():
+        assert 0.01 < layer.router.weight.std() < 0.04
+        assert len(layer.router.weight.unique()) > 2**14  # of 24,576
+        assert torch.equal(layer.fc1.weight[0], layer.fc1.weight[1])

@@ -1,0 +1,412 @@
+"""From files to models: nothing guessed in silence, nothing changed to fit, and what the user states goes first."""
+
+import argparse
+import json
+import logging
+import math
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT, SMALL_VIT_KWARGS
+from families import SMALL
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+
+import timm_moe
+from timm_moe.checkpoints import source as source_module
+from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.stated import architecture_arguments
+from timm_moe.files import write_json
+from timm_moe.info import registered_models
+from timm_moe.model_config import Preprocessing, preprocessing
+from timm_moe_cli import main
+
+OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
+SPEC = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def same(model, other):
+    weights, others = model.state_dict(), other.state_dict()
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.fixture
+def folder(ewa_vit, tmp_path):
+    save_for_hf(ewa_vit, str(tmp_path / "vit"), model_args=OPTIONS, safe_serialization=True)
+    return tmp_path / "vit"
+
+
+def edit(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def save_checkpoint(file, trained, **more):
+    args = argparse.Namespace(**{"model": "vit_tiny_ewa_moe", "num_classes": 5, "model_kwargs": OPTIONS, **more})
+    torch.save({"state_dict": trained.state_dict(), "args": args}, file)
+    return file
+
+
+# --- what a file may state
+
+
+def test_what_files_of_each_family_state_is_allowed():
+    for name, options in SMALL.items():
+        stated = {"num_classes", "in_chans", "img_size", *(options if isinstance(options, dict) else ())}
+        missing = stated - architecture_arguments(f"{name}_ewa_moe") - {"img_size", "in_chans"}
+        assert not missing, name
+    assert {"num_experts", "top_k", "embed_dim", "img_size", "official_compat"} <= architecture_arguments("widenet_b")
+    assert {"shifted_patches", "base_dims"} <= architecture_arguments("pit_xs_32_ewa_moe")
+    assert {"stem_width", "window_size"} <= architecture_arguments("maxvit_tiny_tf_224_ewa_moe")
+
+
+@pytest.mark.parametrize("name", registered_models("*")[::97])
+def test_nothing_that_leads_elsewhere_is_allowed(name):
+    leads = {
+        "pretrained",
+        "pretrained_cfg",
+        "pretrained_strict",
+        "checkpoint_path",
+        "cache_dir",
+        "features_only",
+        "file",
+    }
+    leads |= {
+        "pretrained_cfg_overlay",
+        "url",
+        "state_dict",
+        "block_fn",
+        "feature_cls",
+        "device",
+        "pretrained_filter_fn",
+    }
+    assert not leads & architecture_arguments(name)
+
+
+def test_what_the_user_states_goes_before_the_file(ewa_vit, tmp_path):
+    """Also where the file states what it may not."""
+    file = save_checkpoint(tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9})
+    with pytest.raises(ValueError, match=r"a\.pth states the argument cache_dir for vit_tiny_ewa_moe, which is none"):
+        load_source(file)
+    spec = ModelSpec(kwargs={"cache_dir": None, "num_experts": 4})
+    assert same(load_source(file, spec), ewa_vit)
+
+
+def test_a_student_is_exported_by_the_folder_that_the_user_names(ewa_vit, folder, tmp_path, capsys):
+    """train.py notes down the folder it was given; a file must not lead there by itself."""
+    save_checkpoint(tmp_path / "a.pth", ewa_vit, model=f"local-dir:{folder}", model_kwargs={})
+    assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out")]) == 1
+    assert "say yourself where it is, with --model local-dir:FOLDER" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out"), "--model", f"local-dir:{folder}"]) == 0
+
+
+# --- folders, as strictly as they were saved
+
+
+def _weights(change):
+    def edit_weights(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return edit_weights
+
+
+def _config(change):
+    return lambda folder: edit(folder, change)
+
+
+UNFIT = {
+    "classes": _config(lambda config: config.update(num_classes=6)),
+    "classes of the arguments": _config(lambda config: config["model_args"].update(num_classes=6)),
+    "classes in both": _config(
+        lambda config: (config.update(num_classes=6), config["model_args"].update(num_classes=6))
+    ),
+    "image size": _config(lambda config: config["model_args"].update(img_size=64)),
+    "a greater depth": _config(lambda config: config["model_args"].update(depth=5)),
+    "a smaller depth": _config(lambda config: config["model_args"].update(depth=3)),
+    "channels": _config(lambda config: config["model_args"].update(in_chans=1)),
+    "experts": _config(lambda config: config["model_args"].update(num_experts=2)),
+    "not strict": _config(lambda config: config["model_args"].update(pretrained_strict=False, num_classes=6)),
+    "a dense network": _weights(
+        lambda weights: weights.update({"blocks.1.mlp.fc1.weight": weights["blocks.1.mlp.fc1.weight"][0].clone()})
+    ),
+    "a tensor too many": _weights(lambda weights: weights.update({"pre_logits.fc.weight": torch.zeros(1)})),
+    "a tensor too few": _weights(lambda weights: weights.pop("head.bias")),
+    "mean": _config(lambda config: config["pretrained_cfg"].update(mean=[float("nan")] * 3)),
+    "huge mean": _config(lambda config: config["pretrained_cfg"].update(mean=[0.5, 0.5])),
+    "std": _config(lambda config: config["pretrained_cfg"].update(std=[0.5, 0, 0.5])),
+    "crop": _config(lambda config: config["pretrained_cfg"].update(crop_pct=-5)),
+    "crop mode": _config(lambda config: config["pretrained_cfg"].update(crop_mode="x")),
+    "interpolation": _config(lambda config: config["pretrained_cfg"].update(interpolation=["bicubic"])),
+    "input size": _config(lambda config: config["pretrained_cfg"].update(input_size=[3, 0, 32])),
+    "test size": _config(lambda config: config["pretrained_cfg"].update(test_input_size=[3, 10**9, 10**9])),
+    "labels": _config(lambda config: config.update(label_names=[1, 2])),
+    "text": _config(lambda config: config["pretrained_cfg"].update(license={"x": 1})),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_folder_that_does_not_fit_is_refused(folder, unfit):
+    UNFIT[unfit](folder)
+    with pytest.raises(ValueError, match=r"^local-dir:.*vit cannot be created from its config\.json and weights: \S+"):
+        load_source(folder)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["export {} out", "export --moe {} out", "push {} user/vit --dry-run", "push --moe {} a/b --dry-run", "info {}"],
+)
+def test_every_command_refuses_it(folder, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    UNFIT["classes"](folder)
+    assert main(command.format(folder).split()) == 1
+    assert "vit cannot be created from its config.json and weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_repository_is_loaded_as_a_folder(ewa_vit, folder, monkeypatch):
+    """Asked for are the two files of one that the user named; older ones hold no safetensors."""
+    asked = []
+
+    def download(repo_id, file, revision):
+        asked.append((repo_id, file, revision))
+        if not (folder / file).is_file():
+            raise EntryNotFoundError(file)
+        return folder / file
+
+    monkeypatch.setattr(source_module, "hf_hub_download", download)
+    torch.save(ewa_vit.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert same(load_source("hf-hub:user/vit@v1"), ewa_vit)
+    assert asked == [("user/vit", file, "v1") for file in ("config.json", "model.safetensors", "pytorch_model.bin")]
+    UNFIT["a greater depth"](folder)
+    with pytest.raises(
+        ValueError, match=r"^hf-hub:user/vit cannot be created from its config\.json and weights: the w"
+    ):
+        load_source("hf-hub:user/vit")
+
+
+def test_options_go_before_those_of_a_folder(folder):
+    assert (
+        timm_moe.moe_layers(load_source(folder, ModelSpec(kwargs={"share_rate": 0.1})))["blocks.1.mlp"].share_rate
+        == 0.1
+    )
+    with pytest.raises(
+        ValueError, match=r"the weights hold head.weight of shape \(5, 32\), the model one of \(7, 32\)"
+    ):
+        load_source(folder, ModelSpec(num_classes=7))
+
+
+def test_ema_weights_of_what_has_none_are_told(ewa_vit, folder, caplog):
+    load_source(folder, use_ema=True)
+    load_source(ewa_vit, use_ema=True)
+    told = "has one kind of weights, which are taken: EMA weights are in train.py's checkpoints."
+    assert [message for message in warnings(caplog) if "kind of weights" in message] == [
+        f"{folder} {told}",
+        f"This {type(ewa_vit).__name__} {told}",
+    ]
+
+
+def test_the_older_layout_of_a_config(ewa_vit, folder):
+    def flatten(config):
+        config.update(config.pop("pretrained_cfg"), labels=["a", "b", "c", "d", "e"], mean=[0.1, 0.2, 0.3])
+
+    edit(folder, flatten)
+    model = load_source(folder)
+    assert same(model, ewa_vit)
+    assert preprocessing(model)["mean"] == (0.1, 0.2, 0.3)
+    assert model.pretrained_cfg["label_names"] == ["a", "b", "c", "d", "e"]
+
+
+def test_no_nan_in_json(tmp_path):
+    write_json(tmp_path / "a.json", {"metrics": {"normalized_disagreement": math.inf, "nll": [math.nan, 1.0]}})
+    written = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert written["metrics"] == {"normalized_disagreement": None, "nll": [None, 1.0]}
+
+
+# --- preprocessing
+
+
+def test_preprocessing_is_told_with_its_origin(ewa_vit, tmp_path, capsys, caplog):
+    file = save_checkpoint(tmp_path / "a.pth", ewa_vit, std=[0.2] * 3, crop_pct=0.8, mean=[0.3] * 3, img_size=32)
+    caplog.set_level(logging.INFO, "timm_moe")
+    options = ["--mean", "0.1", "0.2", "0.3", "--crop-pct", "0.7", "--interpolation", "bilinear"]
+    assert main(["export", str(file), str(tmp_path / "out"), *options]) == 0
+    (told,) = [text for text in caplog.messages if text.startswith("Images for")]
+    assert "input_size 3 32 32, std 0.2 0.2 0.2 (train.py's arguments)" in told
+    assert "interpolation bilinear, mean 0.1 0.2 0.3, crop_pct 0.7 (stated)" in told
+    assert "crop_mode center (the config of vit_tiny_ewa_moe)" in told
+    assert not warnings(caplog)
+    cfg = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
+    assert (cfg["mean"], cfg["std"], cfg["crop_pct"]) == ([0.1, 0.2, 0.3], [0.2] * 3, 0.7)
+    assert cfg["interpolation"] == "bilinear"
+
+
+def test_weights_alone_make_preprocessing_a_guess(ewa_vit, tmp_path, caplog):
+    save_file(ewa_vit.state_dict(), tmp_path / "a.safetensors")
+    load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, Preprocessing(mean=(0.5,))))
+    (warning,) = warnings(caplog)
+    assert "a.safetensors does not say how images were prepared in its training" in warning
+    assert warning.endswith("is a guess: state --std, --crop-pct, --interpolation.")
+    caplog.clear()
+    stated = Preprocessing(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
+    load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, stated))
+    tagged = "vit_tiny_ewa_moe.augreg_in21k_ft_in1k"  # whose preprocessing was asked for by that
+    assert preprocessing(load_source(tmp_path / "a.safetensors", ModelSpec(tagged, 5, OPTIONS)))["mean"] == (0.5,) * 3
+    assert not warnings(caplog)
+
+
+def test_a_config_that_says_nothing_of_images_makes_it_a_guess(folder, caplog):
+    edit(folder, lambda config: [config["pretrained_cfg"].pop(name) for name in ("mean", "std")])
+    load_source(folder)
+    (warning,) = warnings(caplog)
+    assert warning.endswith("what timm has for vit_tiny_ewa_moe is a guess: state --mean, --std.")
+
+
+def test_what_is_stated_holds_for_validate_py_too(ewa_vit):
+    """It prefers entries for tests, which were those of other weights."""
+    ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "test_crop_pct": 1.0, "test_input_size": (3, 48, 48)}
+    model = load_source(ewa_vit, ModelSpec(preprocessing=Preprocessing(crop_pct=0.7, img_size=32)))
+    config = timm.data.resolve_data_config({}, model=model, use_test_size=True)
+    assert (config["crop_pct"], config["input_size"]) == (0.7, (3, 32, 32))
+    assert ewa_vit.pretrained_cfg["test_crop_pct"] == 1.0  # the caller's is what it was
+    assert model.head.weight is ewa_vit.head.weight
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--mean", "nan"], "mean must be finite numbers"),
+        (["--std", "0", "1", "1"], "std must be finite numbers above 0"),
+        (["--mean", "0.1", "0.2"], "mean must hold a number for each channel, 3, got (0.1, 0.2)"),
+        (["--crop-pct", "-5"], "crop_pct must be a number from 0.05 to 2, got -5.0"),
+        (["--crop-mode", "round"], "crop_mode must be one of center, squash, border, got 'round'"),
+        (["--interpolation", "cubic"], "interpolation must be one of nearest, bilinear"),
+        (["--img-size", "0"], "img_size must be an integer from 1 to 8192"),
+        (["--img-size", "64"], "is built for images of 32x32 pixels and takes none of 64x64"),
+    ],
+)
+def test_preprocessing_that_cannot_be(ewa_vit, tmp_path, capsys, option, message):
+    save_checkpoint(tmp_path / "a.pth", ewa_vit)
+    assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out"), *option]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --- files of others
+
+
+def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
+    torch.save(dense_vit.state_dict(), tmp_path / "a.pth")
+    torch.save({"state_dict": dense_vit.state_dict()}, tmp_path / "b.pth")
+    stated = Preprocessing(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
+    for file in ("a.pth", "b.pth"):
+        caplog.clear()
+        load_source(tmp_path / file, ModelSpec("vit_tiny_moe", 5, OPTIONS, stated))
+        (warning,) = warnings(caplog)
+        assert f"{file} holds a dense model: the routers of vit_tiny_moe are untrained" in warning
+    caplog.clear()
+    load_source(tmp_path / "a.pth", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, stated))
+    trained = timm.create_model("vit_tiny_moe", **SMALL_VIT)
+    torch.save(trained.state_dict(), tmp_path / "c.pth")
+    load_source(tmp_path / "c.pth", ModelSpec("vit_tiny_moe", 5, OPTIONS, stated))
+    assert not warnings(caplog)
+    caplog.set_level(logging.INFO, "timm_moe")
+    for model in (trained, timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)):  # what timm's scripts do
+        caplog.clear()
+        model.load_state_dict(dense_vit.state_dict())
+        told = [text for text in caplog.messages if "routers untrained" in text]
+        assert len(told) == (model is trained)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["last.pth.tar", "model_best.pth.tar", "args.yaml"],
+            "one of train.py's: name the checkpoint in it, {}/model_best",
+        ),
+        (["last.pth.tar"], "one of train.py's: name the checkpoint in it, {}/last.pth.tar."),
+        (["model.safetensors", "training_args.bin"], "name the weights, {}/model.safetensors, and their --model."),
+        (["README.md"], "has no config.json, so it holds no timm model."),
+    ],
+)
+def test_folders_without_a_config(tmp_path, files, message):
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(FileNotFoundError) as error:
+        load_source(tmp_path)
+    assert message.format(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net.", "timm_model.", "model._orig_mod."])
+def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, prefix):
+    """As Lightning's LightningModule keeps them beside a criterion, and Trainer those of a wrapped model."""
+    weights = {f"{prefix}{name}": tensor for name, tensor in ewa_vit.state_dict().items()}
+    checkpoint = {"state_dict": {**weights, "criterion.weight": torch.ones(5)}, "pytorch-lightning_version": "2.5"}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    caplog.set_level(logging.INFO, "timm_moe")
+    assert same(load_source(tmp_path / "a.ckpt", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)), ewa_vit)
+    assert f"under {prefix.partition('.')[0]}; not taken: criterion.weight." in caplog.text
+    if prefix == "model.":
+        both = {**weights, **{name.replace("model.", "net.", 1): tensor for name, tensor in weights.items()}}
+        torch.save({"state_dict": both}, tmp_path / "b.ckpt")
+        with pytest.raises(
+            ValueError, match=r"b\.ckpt holds several models, under model\. and net\.: write the weights"
+        ):
+            load_source(tmp_path / "b.ckpt", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS))
+
+
+def test_a_folder_of_transformers(dense_vit, tmp_path):
+    """Its config.json is timm's; its weights have another prefix."""
+    save_for_hf(dense_vit, str(tmp_path / "vit"), model_args=OPTIONS, safe_serialization=True)
+    weights = {f"timm_model.{name}": tensor for name, tensor in dense_vit.state_dict().items()}
+    save_file(weights, tmp_path / "vit/model.safetensors")
+    edit(tmp_path / "vit", lambda config: config.update(model_type="timm_wrapper", architectures=["TimmWrapper"]))
+    assert same(load_source(tmp_path / "vit"), dense_vit)
+    save_file({**weights, "criterion.weight": torch.ones(5)}, tmp_path / "vit/model.safetensors")
+    with pytest.raises(ValueError, match="the weights hold more than the model's"):
+        load_source(tmp_path / "vit")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export a.pth out --model {}", "export --moe a.pth out --model {}", "push a.pth user/vit --dry-run --model {}",
+        "info {}", "info ./a.pth --model {}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_mo", "vit_tinyewa_moe.augreg_in21k"])
+def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys, command, name):
+    monkeypatch.chdir(tmp_path)
+    torch.save(ewa_vit.state_dict(), "a.pth")
+    assert main(command.format(name).split()) == 1
+    assert f"Unknown model ({name}); did you mean vit_tiny_ewa_moe?" in capsys.readouterr().err
+
+
+def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["info", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS])
+    expected = capsys.readouterr().out
+    assert "4 in each of 2 layers" in expected
+    torch.save(ewa_vit.state_dict(), "weights.pth")
+    save_checkpoint("last.pth.tar", ewa_vit)
+    for arguments in (["./last.pth.tar"], ["vit"], [f"local-dir:{folder}"], ["weights.pth", *SPEC]):
+        assert main(["info", *arguments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        norms = [line for line in lines if line.startswith("  LayerNorm divergence   norm1.weight 0, ")]
+        assert [line for line in lines if line not in norms] == expected.splitlines()
+        assert len(norms) == 1  # of a name there are no weights to compare
+    timm_moe.export_dense(ewa_vit, tmp_path / "dense")
+    assert main(["info", "dense"]) == 0
+    assert "experts                none" in capsys.readouterr().out
+    assert main(["info", "./gone.pth.tar"]) == 1
+    assert "gone.pth.tar is neither a file nor a folder" in capsys.readouterr().err

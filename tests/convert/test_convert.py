@@ -1,0 +1,168 @@
+"""Placement rules, conversion and the way back."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import timm_moe
+from timm_moe.convert.blocks import select_blocks
+
+
+@pytest.mark.parametrize(
+    ("rule", "depth", "blocks"),
+    [  # as V-MoE places them
+        ("every-2", 12, [1, 3, 5, 7, 9, 11]),
+        ("every-1", 3, [0, 1, 2]),
+        ("last-2", 8, [5, 7]),
+        ("last-2", 12, [9, 11]),
+        ("last-4", 12, [5, 7, 9, 11]),
+        ("last-5", 32, [23, 25, 27, 29, 31]),
+        ("tail-3", 12, [9, 10, 11]),
+        ("1,3,5", 12, [1, 3, 5]),
+        ((5, 1), 12, [1, 5]),
+        (3, 12, [3]),
+    ],
+)
+def test_placement_rules(rule, depth, blocks):
+    assert select_blocks(rule, depth) == blocks
+
+
+@given(rule=st.sampled_from(["every", "last", "tail"]), number=st.integers(0, 40), depth=st.integers(1, 40))
+def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth):
+    available = depth // 2 if rule == "last" else depth
+    if not 1 <= number <= available:
+        with pytest.raises(ValueError, match=f"must lie between 1 and {available}"):
+            select_blocks(f"{rule}-{number}", depth)
+        return
+    blocks = select_blocks(f"{rule}-{number}", depth)
+    assert blocks
+    assert blocks == sorted(set(blocks))
+    assert set(blocks) <= set(range(depth))
+    assert rule == "every" or len(blocks) == number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moe_layers": "some"}, "moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers .* got 'some'"),
+        ({"moe_layers": ""}, "moe_layers must be"),
+        ({"moe_layers": "every-x"}, "moe_layers must be"),
+        ({"moe_layers": [1.5]}, "moe_layers must be"),
+        ({"moe_layers": []}, "moe_layers must be"),
+        ({"moe_layers": "every-5"}, "n must lie between 1 and 4, the number of blocks with an Mlp"),
+        ({"moe_layers": "last-3"}, "n must lie between 1 and 2, the number of odd-numbered blocks"),
+        ({"moe_layers": "tail-0"}, "n must lie between 1 and 4"),
+        ({"moe_layers": "1,4"}, "names block 4, but the model has blocks 0 to 3"),
+        ({"moe_layers": -1}, "names block -1"),
+        ({"moe_layers": "1,1"}, "names a block twice"),
+        ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
+        ({"num_experts": 2.0}, "num_experts must be an integer of at least 1, got 2.0"),
+        ({"share_rate": 0.76}, r"share_rate must lie between 0 and \(E - 1\) / E = 0.75 for 4 experts, got 0.76"),
+        ({"share_rate": -0.1}, "share_rate must lie between 0"),
+        ({"num_experts": 1}, "A single expert has nothing to be averaged with: num_experts=1 needs share_rate=0"),
+        ({"share_rate": float("nan")}, "share_rate must lie between 0"),
+        ({"share_schedule": "cosine"}, "share_schedule must be one of linear, constant, early, late, got 'cosine'"),
+        ({"router": "magic"}, "router must be one of random, top_k, fused, got 'magic'"),
+        ({"eval_mode": "best"}, "eval_mode must be one of"),
+        ({"expert_init": "zero"}, "expert_init must be one of"),
+    ],
+)
+def test_bad_options_leave_the_model_as_it_was(dense_vit, options, message):
+    with pytest.raises(ValueError, match=message):
+        timm_moe.convert_to_moe(dense_vit, **options)
+    assert not timm_moe.moe_layers(dense_vit)
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, **options)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="ResNet has no numbered block with an mlp of linear layers"):
+        timm_moe.convert_to_moe(timm.create_model("resnet18"))
+
+
+def test_a_layer_is_not_converted_twice(ewa_vit):
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp is an expert layer already"):
+        timm_moe.convert_to_moe(ewa_vit)
+    timm_moe.convert_to_moe(ewa_vit, moe_layers="0,2")
+    assert len(timm_moe.moe_layers(ewa_vit)) == 4
+
+
+def test_convert_and_back_gives_the_dense_model_bit_for_bit(dense_vit, images):
+    expected, weights = dense_vit(images), copy.deepcopy(dense_vit.state_dict())
+    model = timm_moe.convert_to_moe(dense_vit, num_experts=4)
+    assert list(timm_moe.moe_layers(model)) == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert not model.blocks[1].mlp.training
+    assert torch.equal(model(images), expected)
+    torch.testing.assert_close(model.train()(images), expected)
+    dense = timm_moe.to_dense(model)
+    assert type(dense) is VisionTransformer
+    assert dense.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in dense.state_dict().items())
+
+
+@pytest.mark.parametrize("arch", ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
+def test_other_families_convert_in_memory(arch):
+    model = timm.create_model(arch, depth=2) if "swin" not in arch else timm.create_model(arch, depths=(1, 1, 1, 1))
+    model.eval()
+    x = torch.randn(1, 3, 224, 224)
+    expected = model(x)
+    timm_moe.convert_to_moe(model, num_experts=2)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(timm_moe.to_dense(model)(x), expected)
+
+
+def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images):
+    ewa_vit.train()
+    dense = timm_moe.to_dense(ewa_vit)
+    assert dense.training
+    assert type(dense) is VisionTransformer
+    assert torch.equal(dense.blocks[1].mlp.fc1.weight, ewa_vit.blocks[1].mlp.fc1.weight.mean(0))
+    assert torch.equal(dense.eval()(images), ewa_vit.eval()(images))
+    for parameter in dense.parameters():
+        parameter.data.zero_()
+    assert ewa_vit.eval()(images).abs().max() > 0
+    assert len(timm_moe.moe_layers(ewa_vit)) == 2
+
+
+def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):
+    with pytest.raises(ValueError, match="has no expert layers"):
+        timm_moe.to_dense(dense_vit)
+    with pytest.raises(
+        ValueError, match="method must be one of average, sum, topk, topk_biases, svd, random, got 'best'"
+    ):
+        timm_moe.to_dense(ewa_vit, method="best")
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+def test_to_dense_has_nothing_of_the_conversion(dense_vit, router):
+    """What is trained is what is trained now, the dropout is the dense network's, the mode that of now."""
+    dense_vit.blocks[1].mlp.drop1.p = 0.2
+    dense_vit.blocks[3].mlp.fc1.weight.requires_grad_(False)
+    options = dict(shared_expert=True) if router == "top_k" else {}
+    model = timm_moe.convert_to_moe(dense_vit, router=router, expert_dropout=0.5, **options)
+    assert not model.blocks[3].mlp.fc1.weight.requires_grad
+    model.requires_grad_(True)
+    model.blocks[1].mlp.fc2.requires_grad_(False)
+    model.train()
+    dense = timm_moe.to_dense(model)
+    frozen = [name for name, parameter in dense.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["blocks.1.mlp.fc2.weight", "blocks.1.mlp.fc2.bias"]
+    rates = {name: module.p for name, module in dense.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    assert rates == {"blocks.1.mlp.drop1": 0.2}
+    assert all(module.training for module in dense.modules())
+    assert not any(module.training for module in timm_moe.to_dense(model.eval()).modules())
+
+
+def test_to_dense_has_a_dropout_that_was_changed_since(dense_vit):
+    model = timm_moe.convert_to_moe(dense_vit)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    assert {module.p for module in timm_moe.to_dense(model).modules() if isinstance(module, nn.Dropout)} == {0.3}

@@ -1,0 +1,199 @@
+"""Routers plug in: by a registered name, a spec or a callable, with nothing of the package edited."""
+
+import pickle
+
+import pytest
+import timm
+import torch
+from common import ROOT, SMALL_VIT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run_code
+from torch import nn
+
+import timm_moe
+from timm_moe import info
+from timm_moe.convert import routers
+from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
+
+
+class Modulo(Router):
+    """Row i goes to the experts i, i + step, ... of E; for tests."""
+
+    def __init__(self, dim, num_experts, step=1, choices=1):
+        super().__init__(num_experts)
+        self.step, self.choices = step, choices
+        self.scale = nn.Parameter(torch.ones(num_experts))
+
+    def experts_of_row(self):
+        return self.choices
+
+    def forward(self, x):
+        rows = x.shape[:-1].numel()
+        expert_TK = torch.arange(rows, device=x.device)[:, None] + self.step * torch.arange(
+            self.choices, device=x.device
+        )
+        return routing_to(expert_TK % self.num_experts, self.scale[expert_TK % self.num_experts], self.num_experts)
+
+
+class Plain(nn.Module):
+    """A module that is no Router, with weights that nothing can begin anew."""
+
+    def __init__(self, dim, num_experts):
+        super().__init__()
+        self.linear, self.num_experts = nn.Linear(dim, num_experts), num_experts
+
+    def forward(self, x):
+        weight_TK, expert_TK = self.linear(x.flatten(0, -2)).softmax(1).max(1, keepdim=True)
+        return routing_to(expert_TK, weight_TK, self.num_experts)
+
+
+class Holding(Plain):
+    """Hides a router that has losses."""
+
+    def __init__(self, dim, num_experts):
+        super().__init__(dim, num_experts)
+        self.inner = TopKRouter(dim, num_experts, loss_weights={"balance": 1.0})
+
+
+EXAMPLE = ROOT / "examples/own_router.py"
+SPEC = timm_moe.RouterSpec("modulo", Modulo, {"step": 1, "choices": 1})
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(routers, "_registered", dict(routers._registered))
+    return timm_moe.register_router(SPEC)
+
+
+def test_a_registered_router_is_an_option_of_every_model(registered, images):
+    model = timm.create_model("vit_tiny_ewa_moe", router="modulo", step=3, choices=2, num_experts=4, **SMALL_VIT)
+    layer = model.blocks[1].mlp
+    assert (type(layer), type(layer.router), layer.router.step) == (MoeMlp, Modulo, 3)
+    assert layer.share_rate == 0
+    model(images).sum().backward()
+    assert (layer.router.scale.grad != 0).all()
+    measured = info.model_info("vit_tiny_ewa_moe", router="modulo", choices=2, num_experts=4)
+    once = info.model_info("vit_tiny_ewa_moe", router="modulo", choices=1, num_experts=4)
+    assert (measured.top_k, once.top_k, measured.routing_unit, measured.exported) == (2, 1, "token", None)
+    assert measured.gflops > 1.2 * once.gflops  # half of the networks are computed twice
+    assert measured.activated > once.activated
+
+
+def test_operations_are_those_of_an_even_spread():
+    few, many = (info.model_info("vit_tiny_moe", num_experts=number).gflops for number in (3, 5))
+    assert many - few == pytest.approx(2 * 192 * 2 * 197 * 6 / 1e9)  # of the routers alone, in six layers
+
+
+def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
+    model = timm_moe.convert_to_moe(dense_vit, router=SPEC, moe_layers="1", step=2, shared_expert=True)
+    assert type(model.blocks[1].mlp) is SharedExpertMlp
+    timm_moe.convert_to_moe(model, router=Plain, moe_layers="3", num_experts=3)
+    assert type(model.blocks[3].mlp.router) is Plain
+    assert model(images).isfinite().all()
+    assert model.blocks[3].mlp.routed_by.experts_of_row() == 1
+    assert pickle.loads(pickle.dumps(model.blocks[3].mlp)).num_experts == 3
+    assert isinstance(timm_moe.to_dense(model, "sum"), type(model))
+
+
+def test_a_router_follows_the_network_in_place_and_type(dense_vit):
+    model = timm_moe.convert_to_moe(dense_vit.to(torch.bfloat16), router=Plain)
+    assert {parameter.dtype for parameter in model.blocks[1].mlp.router.parameters()} == {torch.bfloat16}
+    with torch.device("meta"):
+        meta = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    timm_moe.convert_to_moe(meta, router=Plain)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+
+
+def test_weights_that_cannot_begin_anew_are_told():
+    model = timm.create_model("vit_tiny_ewa_moe", router=Plain, **SMALL_VIT)
+    with pytest.raises(RuntimeError, match=r"router Plain has parameters, but no reset_parameters\(\)"):
+        model.init_weights()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"router": "modulo", "top_k": 2},
+            ValueError,
+            "top_k is an option of router='top_k'; router='modulo'",
+        ),
+        ({"router": "modulo", "eval_mode": "partition"}, ValueError, "eval_mode is an option of router='random'"),
+        ({"router": "top_k", "step": 2}, ValueError, "step is an option of router='modulo'; router='top_k' has none"),
+        ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
+        ({"router": Holding}, TypeError, "holds a TopKRouter, whose losses nobody would find there"),
+        ({"router": Plain(8, 2)}, ValueError, "router is a Plain, but each layer needs one of its own: give the class"),
+        (
+            {"router": timm_moe.RouterSpec("x", Plain, layer=lambda ffn, *args, **options: ffn)},
+            TypeError,
+            "The layer of router 'x' is a Mlp, not a MoeMlp",
+        ),
+        ({"router": lambda dim, num_experts: None}, TypeError, "is a NoneType, not a torch.nn.Module"),
+        ({"router": "position"}, ValueError, "top_k, fused, modulo, got 'position'; one of your own is registered"),
+        ({"router": "modulo", "shared_init": "zero_out"}, ValueError, "is an option of shared_expert=True"),
+    ],
+)
+def test_what_does_not_go_together_leaves_the_model_as_it_was(registered, dense_vit, options, error, message):
+    with pytest.raises(error, match=message):
+        timm_moe.convert_to_moe(dense_vit, **options)
+    assert not timm_moe.moe_layers(dense_vit)
+
+
+def test_names_and_options_are_not_taken_twice(registered):
+    with pytest.raises(ValueError, match="There is a router 'modulo' already"):
+        timm_moe.register_router(SPEC)
+    for name in ("num_experts", "model", "dim"):
+        with pytest.raises(ValueError, match=f"{name} is an option of every router, so 'other' cannot have one"):
+            timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))
+    with pytest.raises(ValueError, match="shared_expert is an option of the layer already, so 'other'"):
+        timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {"shared_expert": 1}))
+
+
+def test_an_option_that_is_an_argument_of_the_model_is_refused_only_where_it_is_used(registered):
+    timm_moe.register_router(timm_moe.RouterSpec("heads", Modulo, {"num_heads": 12}))
+    assert timm.create_model("vit_small_ewa_moe").blocks[0].attn.num_heads == 6
+    assert timm.create_model("vit_tiny_ewa_moe", num_heads=12).blocks[0].attn.num_heads == 12
+    with pytest.raises(ValueError, match="num_heads is an option of the router and an argument of VisionTransformer"):
+        timm.create_model("vit_small_ewa_moe", router="heads")
+
+
+def test_a_routing_of_wrong_shapes_is_refused():
+    for expert, weight in ((torch.zeros(4).long(), torch.ones(4)), (torch.zeros(4, 1), torch.ones(4, 1))):
+        with pytest.raises(ValueError, match=r"needs integers and their weights of one shape \(T, K\)"):
+            routing_to(expert, weight, 2)
+    with pytest.raises(ValueError, match="of one shape"):
+        routing_to(torch.zeros(4, 1).long(), torch.ones(4, 2), 2)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 30), experts=st.integers(1, 6), data=st.data())
+def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
+    choices = data.draw(st.integers(1, experts))
+    expert_TK = torch.stack([torch.randperm(experts)[:choices] for _ in range(rows)])
+    weight_TK = torch.rand(rows, choices)
+    routing = routing_to(expert_TK, weight_TK, experts)
+    assert routing.ends[-1] == rows * choices
+    expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.ends, right=True)
+    assert torch.equal(expert_of_place[routing.place], expert_TK)
+    assert torch.equal(routing.order[routing.place], torch.arange(rows)[:, None].expand(rows, choices))
+    assert torch.equal(routing.weight, weight_TK)
+
+
+def test_what_a_router_does_not_state():
+    assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (1, 6, "token")
+    assert TopKRouter(8, 6, 2).routing_degree() == 15
+    with pytest.raises(RuntimeError, match="TorchScript has no Router"):
+        Router(3).scriptable_choice()
+
+
+def test_options_of_a_registered_router_may_be_stated_by_files():
+    code = f"""
+import runpy
+from timm_moe.checkpoints.stated import architecture_arguments, check_arguments
+assert "per_image" not in architecture_arguments("vit_small_ewa_moe")
+runpy.run_path({str(EXAMPLE)!r}, run_name="own_router")
+check_arguments("vit_small_ewa_moe", dict(router="norm", per_image=True), "a file")
+"""
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr

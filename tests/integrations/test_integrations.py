@@ -1,0 +1,96 @@
+"""Other libraries in brief; their own files, as test_trainer.py and test_foreign_export.py, have more, for CI."""
+
+import pytest
+import timm
+import torch
+import torchvision
+from common import SMALL_VIT
+from foreign_loop import Classifier, lightning_classifier, spread
+from safetensors.torch import load_file
+
+import timm_moe
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        pixels = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": pixels, "labels": index % 5}
+
+
+def classifier(router):
+    torch.manual_seed(0)
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    options = dict(expert_init="independent", share_rate=0.75, share_schedule="linear")
+    return timm_moe.convert_to_moe(dense, router=router, **options)
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+def test_trainer(router, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from timm_moe.integrations.transformers import ExpertCallback
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=8, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+    )  # fmt: skip
+    model = Classifier(classifier(router))
+    trainer = transformers.Trainer(model, args, train_dataset=Images(), callbacks=[ExpertCallback()])
+    trainer.train()
+    assert spread(model) < 1e-6
+    assert trainer.state.log_history[0]["ewa/share_rate"] == 0.375
+    assert ("router/model.blocks.1.mlp/load_max" in trainer.state.log_history[1]) == (router == "top_k")
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(router, tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from timm_moe.integrations.lightning import ExpertCallback
+
+    module = lightning_classifier(classifier(router))
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ExpertCallback()],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(Images(), 8))
+    assert spread(module) < 1e-6
+    assert trainer.callback_metrics["ewa/share_rate"] == 0.75
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torchvision"])
+def test_export(kind, tmp_path, images):
+    if kind == "torchvision":
+        dense = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5)
+    else:
+        transformers = pytest.importorskip("transformers")
+        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
+        dense = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**sizes, mlp_ratio=2))
+    model = timm_moe.convert_to_moe(dense, expert_init="independent").eval()
+    folder = timm_moe.export_dense(model, tmp_path / "dense").path
+    if kind == "torchvision":
+        loaded = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5)
+        loaded.load_state_dict(load_file(folder / "model.safetensors"))
+        assert torch.equal(loaded.eval()(images), model(images))
+    else:
+        loaded = type(dense).from_pretrained(folder)
+        assert torch.equal(loaded(images).logits, model(images).logits)
+
+
+def test_peft(images):
+    peft = pytest.importorskip("peft", minversion="0.17")
+    base = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    config = peft.LoraConfig(r=2, target_parameters=["fc1.weight", "fc2.weight"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    model(images).sum().backward()
+    adapters = {name: p.grad for name, p in model.named_parameters() if "lora" in name}
+    assert adapters
+    assert all(gradient is not None for gradient in adapters.values())
+    with pytest.raises(ValueError, match="merge"):
+        timm_moe.to_dense(model)
+    expected = model.eval()(images)
+    dense = timm_moe.to_dense(model.merge_and_unload())
+    torch.testing.assert_close(dense(images), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,447 @@
+"""Lightning's Trainer with ExpertCallback trains what a plain loop would, and resumes as if it had never stopped."""
+
+import copy
+import csv
+import os
+import pickle
+import random
+import socket
+from pathlib import Path
+
+import lightning
+import numpy as np
+import pytest
+import timm
+import torch
+from common import EXAMPLES, SMALL_VIT
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from processes import run_code, run_ranks, run_script
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from timm_moe import ExpertWeightAveraging, auxiliary_loss, export_dense, moe_layers
+from timm_moe.integrations.lightning import ExpertCallback
+from timm_moe.layers import EwaMlp
+
+EWA = ("vit_tiny_ewa_moe", dict(share_schedule="linear"))
+ROUTED = ("vmoe_s32", dict(num_experts=4, moe_layers="last-2"))
+BATCH = 4
+
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*is smaller than the logging interval", "ignore:.*LeafSpec"
+)]  # fmt: skip
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, name="vit_tiny_ewa_moe", options=None, drop_rate=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = timm.create_model(name, drop_rate=drop_rate, **SMALL_VIT, **(options or {}))
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.model(images), labels)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", nn.functional.cross_entropy(self.model(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data(**options):
+    generator = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(24, 3, 32, 32, generator=generator), torch.randint(5, (24,), generator=generator)
+    return DataLoader(TensorDataset(images, labels), BATCH, **{"generator": torch.Generator(), **options})
+
+
+def shuffled():
+    """In an order that the global generator draws."""
+    return data(shuffle=True, generator=None)
+
+
+def trainer(*callbacks, library=lightning, callback=True, **options):
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **quiet, **options}
+    return library.Trainer(callbacks=[*callbacks, *([ExpertCallback()] if callback else [])], **options)
+
+
+def largest_difference(model, other):
+    others = other.state_dict()
+    return max((tensor - others[name]).abs().max().item() for name, tensor in model.state_dict().items())
+
+
+class Seed(lightning.Callback):
+    def on_train_start(self, *_):
+        torch.manual_seed(3)
+
+
+def plain_loop(module, accumulated, after_step=lambda: None):
+    """What the callback stands for, written out: two epochs."""
+    optimizer = module.configure_optimizers()
+    if any(isinstance(layer, EwaMlp) for layer in moe_layers(module).values()):
+        ExpertWeightAveraging(module.model, optimizer, total_updates=12 // accumulated)
+    torch.manual_seed(3)
+    for number, batch in enumerate([batch for _ in range(2) for batch in data()], start=1):
+        loss = module.training_step(batch, 0) + auxiliary_loss(module.model)
+        (loss / accumulated).backward()
+        if number % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step()
+
+
+@pytest.mark.parametrize(("name", "options"), [EWA, ROUTED], ids=["ewa", "routed"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_fit_is_the_plain_loop(name, options, accumulated, tmp_path):
+    reference, module = Classifier(name, options).train(), Classifier(name, options)
+    plain_loop(reference, accumulated)
+    fit = trainer(Seed(), accumulate_grad_batches=accumulated, logger=CSVLogger(tmp_path))
+    fit.fit(module, data())
+    assert largest_difference(module, reference) == 0.0
+    with open(f"{fit.logger.log_dir}/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["epoch"]) for row in rows] == [0, 1]
+    if name == EWA[0]:
+        assert [float(row["ewa/share_rate"]) for row in rows] == pytest.approx([0.15, 0.3])
+    else:
+        assert all(1 >= float(row["router/model.blocks.3.mlp/load_max"]) >= 0.25 for row in rows)
+
+
+class Variant(Classifier):
+    """Its training_step returns what another function makes of the batch."""
+
+    def __init__(self, returned, name=ROUTED[0], options=ROUTED[1]):
+        super().__init__(name, options)
+        self.returned = returned
+
+    def training_step(self, batch, batch_idx):
+        return self.returned(self, batch, batch_idx)
+
+
+def loss_of(module, batch):
+    return nn.functional.cross_entropy(module.model(batch[0]), batch[1])
+
+
+def in_a_dict(module, batch, batch_idx):
+    return {"loss": loss_of(module, batch), "more": batch_idx}
+
+
+def its_own(module, batch, batch_idx):
+    return loss_of(module, batch) + auxiliary_loss(module.model)
+
+
+@pytest.mark.parametrize("returned", [in_a_dict, its_own])
+def test_router_losses_are_added_once(returned):
+    reference, module = Classifier(*ROUTED).train(), Variant(returned)
+    plain_loop(reference, 1)
+    trainer(Seed()).fit(module, data())
+    assert largest_difference(module, reference) == 0.0
+
+
+def test_router_losses_of_every_forward_of_a_step():
+    def two(module, batch, batch_idx):
+        return loss_of(module, batch) + loss_of(module, [batch[0].flip(3), batch[1]])
+
+    def two_and_their_losses(module, batch, batch_idx):
+        first = its_own(module, batch, batch_idx)
+        return first + its_own(module, [batch[0].flip(3), batch[1]], batch_idx)
+
+    modules = [Variant(two), Variant(two_and_their_losses)]
+    for module in modules:
+        trainer(Seed(), max_epochs=1).fit(module, data())
+    assert largest_difference(*modules) < 1e-5
+
+
+def test_a_batch_may_be_left_out():
+    """Its losses are gone: neither an error at the step, nor in the next batch's loss."""
+
+    def sometimes(module, batch, batch_idx):
+        loss = loss_of(module, batch)
+        return None if batch_idx % 2 else loss
+
+    module = Variant(sometimes)
+    fit = trainer()
+    fit.fit(module, data())
+    assert fit.global_step == 12
+
+
+class Manual(Classifier):
+    """Calls backward and the optimizer itself."""
+
+    def __init__(self, name, options, adds=False):
+        super().__init__(name, options)
+        self.automatic_optimization, self.adds = False, adds
+
+    def training_step(self, batch, batch_idx):
+        loss = loss_of(self, batch)
+        self.manual_backward(loss + auxiliary_loss(self.model) if self.adds else loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return loss
+
+
+def test_manual_optimization_adds_the_losses_itself():
+    with pytest.raises(RuntimeError, match="were not added to the training loss"):
+        trainer().fit(Manual(*ROUTED), data())
+    reference, module = Classifier(*ROUTED).train(), Manual(*ROUTED, adds=True)
+    plain_loop(reference, 1)
+    trainer(Seed()).fit(module, data())
+    assert largest_difference(module, reference) == 0.0
+
+
+class SteppingLate(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(loss := loss_of(self, batch))
+        return loss
+
+    def on_train_batch_end(self, *_):
+        self.optimizers().step()
+
+
+def test_a_loss_that_manual_optimization_returns_comes_too_late_for_more():
+    with pytest.raises(RuntimeError, match="were not added to the training loss"):
+        trainer().fit(SteppingLate(*ROUTED), data())
+
+
+def test_manual_optimization_is_averaged_and_told_for_how_many_steps():
+    reference, module = Classifier(*EWA).train(), Manual(*EWA)
+    plain_loop(reference, 1)
+    with pytest.warns(UserWarning, match="reaches its end after 12 steps of the optimizer"):
+        trainer(Seed()).fit(module, data())
+    assert largest_difference(module, reference) == 0.0
+
+
+def test_nothing_is_left_after_fit_or_an_exception():
+    def failing(module, batch, batch_idx):
+        if batch_idx == 2:
+            raise ArithmeticError
+        return loss_of(module, batch)
+
+    for module, error in ((Variant(failing, *EWA), ArithmeticError), (Classifier(*ROUTED), None)):
+        fit = trainer()
+        if error is None:
+            fit.fit(module, data())
+        else:
+            with pytest.raises(error):
+                fit.fit(module, data())
+        assert "training_step" not in vars(module)
+        assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
+
+
+def test_a_search_that_left_training_is_cleared_away():
+    """As one for the batch size does: no hook is called when memory runs out."""
+    callback, module = ExpertCallback(), Classifier(*EWA)
+
+    class Search(lightning.Callback):
+        def on_train_start(self, trainer, pl_module):
+            callback.on_train_start(trainer, pl_module)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            assert pl_module.training_step.__wrapped__ is Classifier.training_step
+
+    fit = trainer(Search(), callback, callback=False)
+    fit.fit(module, data())
+    assert "training_step" not in vars(module)
+    assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
+
+
+def test_a_process_that_failed_saves_alone():
+    callback = ExpertCallback()
+    callback.on_exception(None, None, ArithmeticError())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.is_initialized", lambda: True)
+        assert len(callback.state_dict()["random_states"]) == 1
+
+
+class Copying(lightning.Callback):
+    """Copies and pickles the module while it is trained."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.trainer = None
+        self.copies = copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))
+        pl_module.trainer = trainer
+
+
+def test_a_copy_made_in_training_trains_itself():
+    copying = Copying()
+    trainer(copying, max_epochs=1).fit(module := Classifier(*ROUTED), data())
+    for copied in copying.copies:
+        assert largest_difference(module, copied) == 0.0
+        trainer(max_epochs=1).fit(copied, data())
+        assert largest_difference(module, copied) > 0
+
+
+class Scheduled(Classifier):
+    """As many do it, with a scheduler over all steps of the run, which asks for the data early."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def resumed(kind, model, folder, loaders, others=lambda: [], **options):
+    """A run of four epochs, and one of the last two of them."""
+    checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    whole, part = (kind(*model, drop_rate=0.1) for _ in range(2))
+    torch.manual_seed(50 + int(os.environ.get("RANK", 0)))
+    trainer(checkpoint, *others(), max_epochs=4, enable_checkpointing=True, **options).fit(whole, *loaders())
+    torch.manual_seed(60)
+    fit = trainer(ModelCheckpoint(folder / "second"), *others(), max_epochs=4, enable_checkpointing=True, **options)
+    fit.fit(part, *loaders(), ckpt_path=folder / "epoch=1.ckpt")
+    assert fit.global_step == 24 // options.get("accumulate_grad_batches", 1) // options.get("devices", 1)
+    return whole, part
+
+
+@pytest.mark.parametrize("model", [EWA, ROUTED], ids=["ewa", "routed"])
+@pytest.mark.parametrize("kind", [Classifier, Scheduled])
+def test_a_resumed_run_is_the_uninterrupted_one(kind, model, tmp_path):
+    assert largest_difference(*resumed(kind, model, tmp_path, lambda: [shuffled()])) == 0.0
+
+
+def test_a_resumed_run_with_validation_is_the_uninterrupted_one(tmp_path):
+    whole, part = resumed(Scheduled, EWA, tmp_path, lambda: [shuffled(), shuffled()], accumulate_grad_batches=2)
+    assert largest_difference(whole, part) == 0.0
+
+
+def averaging_weights():
+    return [EMAWeightAveraging(decay=0.5)]
+
+
+def test_the_ema_is_of_the_averaged_weights(tmp_path):
+    reference, module = Classifier(*EWA).train(), Classifier(*EWA)
+    ema = AveragedModel(reference, avg_fn=get_ema_avg_fn(0.5))
+    plain_loop(reference, 1, lambda: ema.update_parameters(reference))
+    trainer(Seed(), *averaging_weights()).fit(module, data())
+    assert largest_difference(module, ema.module) == 0.0
+    whole, part = resumed(Classifier, EWA, tmp_path, lambda: [shuffled(), shuffled()], averaging_weights)
+    assert largest_difference(whole, part) == 0.0
+
+
+def test_only_fit_takes_the_random_state_of_a_checkpoint(tmp_path):
+    module, fit = Classifier(*EWA), trainer(max_epochs=1)
+    fit.fit(module, data(), data())
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    for run in (fit.validate, fit.test, fit.predict):
+        run(module, data(), ckpt_path=tmp_path / "last.ckpt")
+        assert (torch.get_rng_state() == before).all()
+    predicted = torch.cat(fit.predict(module, data()))
+    export_dense(module.model, tmp_path / "dense")
+    dense = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True).eval()
+    with torch.inference_mode():
+        outputs = torch.cat([dense(batch[0]) for batch in data()])
+    assert torch.allclose(outputs, predicted, atol=1e-5)
+
+
+def test_all_generators_go_on(tmp_path):
+    callback, drawing = ExpertCallback(), lambda: (torch.rand(1).item(), random.random(), np.random.rand())
+    torch.save(callback.state_dict(), tmp_path / "state.pt")
+    drawn = drawing()
+    callback.setup(None, None, "fit")
+    callback.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert drawing() == drawn
+
+
+def test_a_checkpoint_of_more_processes_is_told():
+    callback = ExpertCallback()
+    state = callback.state_dict()["random_states"][0]
+    callback.setup(None, None, "fit")
+    before = torch.get_rng_state()
+    torch.rand(1)
+    with pytest.warns(UserWarning, match="the random state of 2 processes and this run has 1"):
+        callback.load_state_dict({"random_states": [state, state]})
+    assert (torch.get_rng_state() != before).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "callbacks", "message"),
+    [
+        ({"max_epochs": -1}, [], "number of optimizer steps of the run, got inf"),
+        ({}, [GradientAccumulationScheduler({1: 2})], "A GradientAccumulationScheduler leaves"),
+    ],
+)
+def test_a_run_of_unknown_length_is_told(options, callbacks, message):
+    fit, module = trainer(*callbacks, **options), Classifier(*EWA)
+    with pytest.raises(ValueError, match=message):
+        fit.fit(module, data())
+    assert "training_step" not in vars(module)
+
+
+class Averaged(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.averaging = ExpertWeightAveraging(self, optimizer, schedule="constant", total_updates=12)
+        return optimizer
+
+
+def test_an_optimizer_keeps_its_own_averaging():
+    fit, module = trainer(), Averaged(*EWA)
+    fit.fit(module, data())
+    assert ExpertWeightAveraging.of(fit.optimizers[0]) is module.averaging
+    assert module.averaging.updates == 12
+    assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(0.3)
+
+
+def test_fast_dev_run():
+    trainer(fast_dev_run=True).fit(Classifier(*ROUTED), data(), data())
+
+
+def test_a_trainer_of_pytorch_lightning_takes_it_too():
+    library = pytest.importorskip("pytorch_lightning")
+
+    class Module(library.LightningModule):
+        training_step, configure_optimizers = Classifier.training_step, Classifier.configure_optimizers
+
+    reference, module = Classifier(*ROUTED).train(), Module()
+    module.model = copy.deepcopy(reference.model)
+    plain_loop(reference, 1)
+    trainer(Seed(), library=library).fit(module, data())
+    assert largest_difference(module, reference) == 0.0
+
+
+def test_lightning_is_imported_by_its_integration_alone():
+    code = "import sys, timm_moe; assert 'lightning' not in sys.modules and 'lightning.pytorch' not in sys.modules"
+    assert run_code(code).returncode == 0
+    done = run_code("import sys; sys.modules['lightning'] = None; import timm_moe.integrations.lightning")
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: timm_moe.integrations.lightning needs lightning: pip install 'timm_moe[lightning]'."
+    )
+
+
+def test_the_example(tmp_path):
+    done = run_script(EXAMPLES / "lightning_fit.py", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'ewa/share_rate': 0.3" in done.stdout
+    assert (tmp_path / "exported/model.safetensors").is_file()
+
+
+def ddp_worker(rank, folder, port):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="0", GROUP_RANK="0")
+    os.environ.update(LOCAL_WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    differences = []
+    for model in (EWA, ROUTED):
+        whole, part = resumed(Scheduled, model, Path(folder, model[0]), lambda: [shuffled()], strategy="ddp", devices=2)
+        differences.append(largest_difference(whole, part))
+    torch.save({"differences": differences, "weights": whole.state_dict()}, f"{folder}/rank{rank}.pt")
+
+
+def test_ddp(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(ddp_worker, (str(tmp_path), port), 2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert first["differences"] == second["differences"] == [0.0, 0.0]
+    assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])

@@ -1,0 +1,189 @@
+"""What timm's optimizers make of stacked parameters: groups by name as in the dense model, updates as of E networks."""
+
+import logging
+
+import pytest
+import timm
+import timm.optim  # create_optimizer_v2 is taken from it at each call, as train.py finds it
+import torch
+from common import SMALL_VIT
+from torch import nn
+
+from timm_moe import convert_to_moe, moe_layers
+from timm_moe.layers import MoeMlp
+
+EVA = dict(
+    img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=5, scale_mlp=True, swiglu_mlp=True
+)
+WIDENET = dict(**SMALL_VIT, mlp_ratio=2)
+#: A model with experts, and the dense one whose groups it must follow.
+PAIRS = {
+    "ewa": lambda: (
+        timm.create_model("vit_tiny_ewa_moe", init_values=0.1, **SMALL_VIT),
+        timm.create_model("vit_tiny_patch16_224", init_values=0.1, **SMALL_VIT),
+    ),
+    "v-moe": lambda: (
+        timm.create_model("vmoe_s32", **SMALL_VIT),
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT),
+    ),
+    "shared expert": lambda: (
+        timm.create_model("vimoe_s14_shared", **SMALL_VIT),
+        timm.create_model("vit_small_patch14_dinov2", **SMALL_VIT),
+    ),
+    "ensemble": lambda: (
+        timm.create_model("vmoe_pbe_s32", num_experts=4, **SMALL_VIT),
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT),
+    ),
+    "widenet": lambda: (
+        timm.create_model("widenet_b", **WIDENET),
+        timm.create_model("widenet_b", num_experts=0, **WIDENET),
+    ),
+    "converted": lambda: (
+        convert_to_moe(timm.create_model("deit_tiny_patch16_224", **SMALL_VIT), num_experts=3),
+        timm.create_model("deit_tiny_patch16_224", **SMALL_VIT),
+    ),
+    "converted, with a norm in each expert": lambda: (
+        convert_to_moe(timm.create_model("eva02_tiny_patch14_224", **EVA), moe_layers="every-1"),
+        timm.create_model("eva02_tiny_patch14_224", **EVA),
+    ),
+    "converted, inside another model": lambda: (
+        nn.Sequential(convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)), nn.Linear(5, 5)),
+        nn.Sequential(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), nn.Linear(5, 5)),
+    ),
+}
+
+
+def settings(model, opt, layer_decay):
+    """Weight decay and scale of the learning rate of each parameter by name."""
+    optimizer = timm.optim.create_optimizer_v2(model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay)
+    of = {id(p): (g["weight_decay"], g.get("lr_scale", 1.0)) for g in optimizer.param_groups for p in g["params"]}
+    return {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.75])
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "lamb", "lion", "muon", "lookahead_adamw"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_groups_are_those_of_the_dense_model(pair, opt, layer_decay):
+    experts, dense = PAIRS[pair]()
+    found, expected = settings(experts, opt, layer_decay), settings(dense, opt, layer_decay)
+    assert {name: found[name] for name in expected} == expected
+    for name in set(found) - set(expected):  # routers are matrices, shared experts are networks, both of their block
+        block = name.rsplit(".mlp.", 1)[0]
+        kind = "bias" if name.endswith("bias") else "weight"
+        assert found[name] == expected[f"{block}.mlp.fc1.{kind}"], name
+
+
+def test_the_models_own_method_stands_again():
+    model = convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
+    own = model.no_weight_decay()
+    timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, weight_decay=0.1, layer_decay=0.5)
+    assert "no_weight_decay" not in vars(model)
+    assert model.no_weight_decay() == own
+    model.no_weight_decay = lambda: {"head.weight"}  # an owner's
+    assert settings(model, "sgd", 0.5)["head.weight"][0] == 0
+    assert model.no_weight_decay() == {"head.weight"}
+
+
+def test_a_compiled_model_and_parameters_without_a_model():
+    model = convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
+    found = settings(torch.compile(model, backend="eager"), "muon", 0.5)
+    assert found["_orig_mod.blocks.1.mlp.fc1.bias"][0] == 0
+    assert found["_orig_mod.blocks.1.mlp.fc1.weight"][0] == 0.05
+    assert len(timm.optim.create_optimizer_v2(model.parameters(), "adamw", lr=0.1).param_groups) == 1
+
+
+# --- Muon
+
+
+@pytest.mark.parametrize("opt", ["muon", "nmuon", "adamuon", "lookahead_muon"])
+@pytest.mark.parametrize("layer_decay", [None, 0.75])
+def test_muon_leaves_the_experts_to_its_fallback(opt, layer_decay, caplog):
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    with caplog.at_level(logging.INFO):
+        optimizer = timm.optim.create_optimizer_v2(
+            model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay, fallback_list=["head.*"]
+        )
+    assert caplog.text.count("Muon leaves the experts to its fallback") == 1
+    fallback = {id(p) for group in optimizer.param_groups if group.get("use_fallback") for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in fallback}
+    experts = {f"blocks.{b}.mlp.fc{i}.{kind}" for b in (1, 3) for i in (1, 2) for kind in ("weight", "bias")}
+    assert names == experts | {"head.weight", "head.bias"}
+
+
+def test_muons_update_of_an_expert_is_adamws():
+    """And would not be: its rule by shape takes the stacked biases for a matrix."""
+    made = []
+    for by_name in (True, False):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_ewa_moe", expert_init="same", share_rate=0, **SMALL_VIT)
+        layer = moe_layers(model)["blocks.1.mlp"]
+        optimizer = timm.optim.create_optimizer_v2(
+            model if by_name else model.parameters(), "muon", lr=0.01, weight_decay=0.1
+        )
+        before = layer.fc1.bias.detach().clone()
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        made.append((layer.fc1.bias.detach() - before, layer.fc1.bias.grad))
+    (update, gradient), (by_shape, _) = made
+    torch.testing.assert_close(update, -0.01 * gradient.sign(), rtol=1e-3, atol=1e-6)  # AdamW's first step
+    assert (by_shape.abs() - 0.01).abs().max() > 0.005
+
+
+# --- the table in docs/timm.md
+
+EXACT = ["adamw", "sgd", "lion", "nadamw", "adopt", "radam", "rmsprop", "lookahead_adamw"]
+PER_TENSOR = ["lamb", "lars", "adamp", "novograd", "mars", "adafactor", "cadamw"]
+
+
+def updates_together_and_apart(opt, shape, scale):
+    """The largest difference between an optimizer of stacked tensors and one of as many single ones, of 3 steps."""
+    torch.manual_seed(0)
+    start = torch.randn(4, *shape) * torch.as_tensor(scale).view(4, *(1 for _ in shape))
+    stacked, single = nn.Parameter(start.clone()), [nn.Parameter(part.clone()) for part in start]
+    optimizers = [
+        timm.optim.create_optimizer_v2([dict(params=parameters, weight_decay=0.1)], opt, lr=0.01)
+        for parameters in ([stacked], single)
+    ]
+    for _ in range(3):
+        stacked.grad = torch.randn_like(start)
+        for part, gradient in zip(single, stacked.grad, strict=True):
+            part.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return (stacked - torch.stack(single)).abs().max().item()
+
+
+@pytest.mark.parametrize("opt", EXACT)
+def test_elementwise_optimizers_train_each_expert_as_a_network_of_its_own(opt):
+    assert updates_together_and_apart(opt, (64, 32), [1.0, 2.0, 3.0, 4.0]) < 1e-6
+    assert updates_together_and_apart(opt, (64,), [1.0, 2.0, 3.0, 4.0]) < 1e-6
+
+
+@pytest.mark.parametrize("opt", PER_TENSOR)
+def test_others_have_numbers_that_the_experts_share(opt):
+    assert updates_together_and_apart(opt, (64, 32), [1.0, 2.0, 3.0, 4.0]) > 1e-5
+
+
+def test_lambs_trust_ratio_is_an_experts_own_while_their_norms_agree():
+    def first_updates(scale):
+        stacked = (
+            torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0)) * torch.tensor(scale)[:, None, None]
+        )
+        parameter = nn.Parameter(stacked.clone())
+        parameter.grad = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(1))
+        timm.optim.create_optimizer_v2([dict(params=[parameter], weight_decay=0.1)], "lamb", lr=0.01).step()
+        return (parameter.detach() - stacked).flatten(1).norm(dim=1), stacked.flatten(1).norm(dim=1)
+
+    updates, norms = first_updates([1.0, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(updates, 0.01 * norms, rtol=0.05, atol=0)
+    updates, norms = first_updates([0.1, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(updates[0], 0.01 * norms.square().mean().sqrt(), rtol=0.1, atol=0)  # not 0.01 * norms[0]
+
+
+def test_no_dense_parameter_is_taken_for_an_experts():
+    """The hook leaves a dense model's call as it is."""
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    assert not any(isinstance(module, MoeMlp) for module in dense.modules())
+    optimizer = timm.optim.create_optimizer_v2(dense, "muon", lr=0.1, weight_decay=0.1)
+    assert not any("use_fallback" in group for group in optimizer.param_groups)

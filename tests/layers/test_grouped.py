@@ -1,0 +1,490 @@
+"""Products of runs of rows with stacked matrices, and networks that run once over the rows of all experts."""
+
+import pytest
+import timm
+import torch
+import torchvision
+from common import SMALL_VIT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import GluMlp, LayerScale, Mlp, RmsNorm, SwiGLU
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import timm_moe
+from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter, grouped, routing_to
+from timm_moe.layers.grouped import grouped_linear, spread_over_rows
+from timm_moe.layers.grouped_network import grouped_form
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+def slow_linear(x, weight, bias, end):
+    """Row by row."""
+    y = []
+    for row, inputs in enumerate(x):
+        expert = sum(row >= e for e in end.tolist())
+        if expert == len(end):
+            y.append(x.new_zeros(weight.shape[1]))
+        else:
+            y.append(F.linear(inputs, weight[expert], None if bias is None else bias[expert]))
+    return torch.stack(y) if y else x.new_zeros(0, weight.shape[1])
+
+
+def tensors(sizes, width=3, height=5, dtype=torch.float64, bias=True, after=1):
+    rows, experts = sum(sizes) + after, len(sizes)
+    x = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(experts, height, width, dtype=dtype, requires_grad=True)
+    bias = torch.randn(experts, height, dtype=dtype, requires_grad=True) if bias else None
+    return x, weight, bias, torch.tensor(sizes).cumsum(0)
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    after=st.integers(0, 2),
+    width=st.integers(1, 4),
+    height=st.integers(1, 4),
+    bias=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    compiled=st.booleans(),
+)
+def test_values_and_gradients_are_those_of_single_rows(sizes, after, width, height, bias, dtype, compiled):
+    x, weight, bias, end = tensors(sizes, width, height, dtype, bias, after)
+    inputs = [t for t in (x, weight, bias) if t is not None]
+    with pytest.MonkeyPatch.context() as patch:
+        if compiled:  # the road alone
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        y = grouped_linear(x, weight, bias, end)
+        expected = slow_linear(x, weight, bias, end) + 0 * sum(t.sum() for t in inputs)  # all take part
+        tolerance = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(y, expected, **tolerance)
+        assert (y[sum(sizes) :] == 0).all()
+        grad = torch.randn_like(y)
+        wanted = torch.autograd.grad(expected, inputs, grad)
+        for got, want in zip(torch.autograd.grad(y, inputs, grad), wanted, strict=True):
+            torch.testing.assert_close(got, want, **tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_derivatives_of_every_order_and_mode(bias):
+    x, weight, bias, end = tensors([2, 0, 3, 1], bias=bias)
+    inputs = [t for t in (x, weight, bias) if t is not None]
+
+    def call(x, weight, bias=None):
+        return grouped_linear(x, weight, bias, end)
+
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+    vectors = torch.randn_like(weight[..., 0]).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda vectors: spread_over_rows(vectors, end, 7), vectors)
+    assert torch.autograd.gradgradcheck(lambda *a: torch.ops.timm_moe.grouped_linear(*a, None, end), inputs[:2])
+
+
+def test_torch_func():
+    x, weight, bias, end = (t.detach() for t in tensors([2, 0, 3, 1]))
+    many = torch.randn(3, *x.shape, dtype=x.dtype)
+    got = torch.func.vmap(lambda x: grouped_linear(x, weight, bias, end))(many)
+    torch.testing.assert_close(got, torch.stack([grouped_linear(x, weight, bias, end) for x in many]))
+
+    def loss(weight, x):
+        return grouped_linear(x, weight, bias, end).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, many)
+    torch.testing.assert_close(per_sample, torch.stack([torch.func.grad(loss)(weight, x) for x in many]))
+    torch.testing.assert_close(torch.func.jacfwd(loss)(weight, x), torch.func.jacrev(loss)(weight, x))
+    with torch.no_grad():
+        tangent = torch.func.jvp(lambda x: loss(weight, x), (x,), (x,))[1]
+    torch.testing.assert_close(tangent, (loss(weight, x * (1 + 1e-6)) - loss(weight, x * (1 - 1e-6))) / 2e-6)
+
+
+@pytest.mark.parametrize(("sizes", "after"), [([2, 0, 3], 1), ([0, 0], 0), ([1], 0)])
+def test_torch_accepts_the_operators(sizes, after):
+    x, weight, bias, end = tensors(sizes, after=after)
+    for arguments in ((x, weight, bias, end), (x, weight, None, end)):
+        torch.library.opcheck(torch.ops.timm_moe.grouped_linear.default, arguments)
+    for with_sum in (True, False):
+        arguments = (torch.randn(len(x), 5, dtype=x.dtype, requires_grad=True), x, end, with_sum)
+        torch.library.opcheck(torch.ops.timm_moe.grouped_outer.default, arguments)
+
+
+def test_autocast_and_dtypes_as_a_linear_layer():
+    x, weight, bias, end = tensors([2, 0, 3], dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_linear(x, weight, bias, end)
+        assert y.dtype == F.linear(x, weight[0], bias[0]).dtype == torch.bfloat16
+        assert grouped_linear(*(t.double() for t in (x, weight, bias)), end).dtype == torch.float64
+    y.float().sum().backward()
+    assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
+    for wrong in (weight.double(), weight[..., :2]):
+        with pytest.raises(RuntimeError):
+            grouped_linear(x, wrong, bias, end)
+
+
+@pytest.mark.skipif(grouped._grouped_mm is None, reason="this torch has no grouped_mm")
+@pytest.mark.parametrize(("sizes", "after"), [([4, 0, 9], 3), ([0, 8], 0), ([5], 0)])
+def test_what_a_gpu_would_run(sizes, after):
+    """torch.nn.functional.grouped_mm is slow here, but here."""
+    x, weight, bias, end = (t.detach() for t in tensors(sizes, 16, 8, torch.bfloat16, after=after))
+    with_bias = grouped_linear(x, weight, bias, end)
+    tolerance = dict(rtol=TOLERANCE[torch.bfloat16], atol=TOLERANCE[torch.bfloat16])
+    torch.testing.assert_close(grouped._linear_on_gpu(x, weight, bias, end), with_bias, **tolerance)
+    for arguments in ((x, weight), (with_bias, weight.transpose(1, 2))):
+        expected = grouped_linear(*arguments, None, end)
+        torch.testing.assert_close(grouped._linear_on_gpu(*arguments, None, end), expected, **tolerance)
+    for with_sum in (True, False):
+        expected = torch.ops.timm_moe.grouped_outer(with_bias, x, end, with_sum)
+        got = grouped._outer_on_gpu(with_bias, x, end, with_sum)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, **tolerance)
+    no_width, no_weight = x[:, :0], weight[..., :0]  # a bias alone, as of a norm
+    got, expected = (f(no_width, no_weight, bias, end) for f in (grouped._linear_on_gpu, grouped_linear))
+    assert torch.equal(got, expected)
+    got, expected = (
+        f(with_bias, no_width, end, True) for f in (grouped._outer_on_gpu, torch.ops.timm_moe.grouped_outer)
+    )
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+        self.scale = LayerScale(8, 0.5)
+
+    def forward(self, x):
+        return self.scale(self.layers(x))
+
+
+class ByWeight(nn.Module):
+    """Asks more of a linear layer than to be called."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return x @ self.fc.weight.t()
+
+
+class Own(nn.Module):
+    """A class of a user's: two linear layers, and something done to what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)
+
+    def plain(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+    forward = plain
+
+
+class OverNorm(Own):
+    def forward(self, x):
+        y = self.plain(x)
+        return y / y.norm(dim=-1, keepdim=True)
+
+
+class OverWeightNorm(Own):
+    def forward(self, x):
+        return self.plain(x) / self.fc2.weight.norm()
+
+
+class OverShape(Own):
+    def forward(self, x):
+        return self.plain(x) / self.fc2.weight.shape[0]
+
+
+class ByClass(Own):
+    def forward(self, x):
+        return self.plain(x) * (2 if isinstance(self.fc1, nn.Linear) else 1)
+
+
+class BiasAgain(Own):
+    def forward(self, x):
+        return self.plain(x) + self.fc2.bias
+
+
+class TwoViews(Own):
+    """More rows than came in."""
+
+    def forward(self, x):
+        first, second = self.plain(torch.cat([x, -x])).tensor_split(2)
+        return first - second
+
+
+class InPieces(Own):
+    def forward(self, x):
+        return torch.cat([self.plain(piece) for piece in x.split(4)])
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def parametrized_bias():
+    ffn = Own()
+    nn.utils.parametrize.register_parametrization(ffn.fc1, "bias", Twice())
+    return ffn
+
+
+def patched():
+    ffn = Mlp(8, 12)
+    ffn.fc1.forward = lambda x: 2 * F.linear(x, ffn.fc1.weight, ffn.fc1.bias)
+    return ffn
+
+
+def hooked():
+    ffn = Mlp(8, 12)
+    ffn.fc1.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return ffn
+
+
+NETWORKS = {
+    "Mlp": lambda: Mlp(8, 12),
+    "Mlp with a norm": lambda: Mlp(8, 12, norm_layer=nn.LayerNorm),
+    "Mlp with an RMS norm": lambda: Mlp(8, 12, norm_layer=RmsNorm, bias=False),
+    "GluMlp": lambda: GluMlp(8, 24),
+    "SwiGLU with a norm": lambda: SwiGLU(8, 12, norm_layer=timm.layers.LayerNorm),
+    "torchvision": lambda: torchvision.ops.MLP(8, [12, 8], norm_layer=nn.LayerNorm),
+    "another width": lambda: Mlp(8, 12, 6),
+    "scaled": Scaled,
+    "PReLU": lambda: nn.Sequential(nn.Linear(8, 12), nn.PReLU(12), nn.Linear(12, 8)),
+    "own": Own,
+    "over its norm": OverNorm,
+    "by its weight": ByWeight,
+    "over a weight's norm": OverWeightNorm,
+    "over a weight's shape": OverShape,
+    "by class": ByClass,
+    "bias again": BiasAgain,
+    "two views": TwoViews,
+    "in pieces": InPieces,
+    "hooked": hooked,
+}
+IN_TURN = {"PReLU", *list(NETWORKS)[list(NETWORKS).index("by its weight") :]}
+
+
+def layer_of(name, router=None, num_experts=4):
+    torch.manual_seed(0)
+    router = router or TopKRouter(8, num_experts, 2, capacity_factor=0.8, capacity_multiple=1)
+    layer = MoeMlp(NETWORKS[name](), router, num_experts, "independent")
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def outcome(layer, x):
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    return y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_over_all_rows_is_one_for_each_expert(name, dtype):
+    layer = layer_of(name).to(dtype)
+    assert layer.is_grouped == (name not in IN_TURN)
+    x = torch.randn(3, 7, 8, dtype=dtype)
+    got = outcome(layer, x)
+    object.__setattr__(layer, "_grouped", None)
+    for a, b in zip(got, outcome(layer, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * b.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SwiGLU with a norm",
+        *(pytest.param(name, marks=pytest.mark.ci) for name in ("scaled", "over its norm", "PReLU", "by its weight")),
+    ],
+)
+def test_compiled_as_one_graph(name):
+    layer, x = layer_of(name), torch.randn(3, 7, 8)
+    expected = outcome(layer, x)
+    for a, b in zip(outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("make", [parametrized_bias, patched])
+def test_what_is_done_to_one_module_is_not_lost(make):
+    torch.manual_seed(0)
+    assert grouped_form(make(), 4) is None
+
+
+def test_what_becomes_of_no_rows_stays_inside():
+    """Zero over its norm is NaN, of values and of gradients."""
+    layer, x = layer_of("over its norm"), torch.randn(3, 7, 8)
+    layer(x)
+    assert layer.router.records[-1].dropped > 0
+    assert all(tensor.isfinite().all() for tensor in outcome(layer, x))
+
+
+def test_an_idle_expert_may_hold_anything_in_a_trace():
+    layer, x = layer_of("Mlp", TopKRouter(8, 4)).eval(), torch.randn(1, 6, 8)
+    idle = sorted(set(range(4)) - set(layer.router(x).experts().flatten().tolist()))
+    assert idle
+    with torch.no_grad():
+        layer.fc1.weight[idle[0]] = torch.inf
+        torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
+        assert layer(x).isfinite().all()
+
+
+def test_trying_a_network_out_draws_no_random_numbers():
+    ffn, before = Own(), torch.get_rng_state()
+    assert grouped_form(ffn, 4) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_is_made_of_tensors_without_values():
+    with FakeTensorMode():
+        layer = EwaMlp(OverNorm(), 2)
+    assert not layer.is_grouped  # what cannot be compared runs expert by expert
+
+
+def test_dropout_inside_and_modes_reach_the_grouped_network():
+    layer = MoeMlp(Mlp(8, 12, drop=0.5), TopKRouter(8, 4), 4).train()
+    x = torch.randn(2, 5, 8)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), layer(x))
+    for module in layer.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert torch.equal(layer.train()(x), layer(x))
+
+
+def test_no_rows_and_one_row():
+    for rows in (0, 1):
+        for layer in (layer_of("Mlp"), EwaMlp(Mlp(8, 12), 4), layer_of("PReLU")):
+            y = layer(torch.randn(1, rows, 8))
+            assert y.shape == (1, rows, 8)
+            y.sum().backward()
+            assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_all_rows_at_one_expert():
+    layer = layer_of("Mlp")
+    x = torch.randn(2, 5, 8)
+    routing = routing_to(torch.full((10, 1), 3), torch.ones(10, 1), 4)
+    expert = NETWORKS["Mlp"]()
+    expert.load_state_dict({name: stacked[3] for name, stacked in layer.named_expert_parameters()})
+    torch.testing.assert_close(layer(x, routing=routing), expert(x))
+
+
+#: Every way to route: name of a model, its options, whether its outputs are random.
+FAMILIES = {
+    "random partition": ("vit_tiny_ewa_moe", {}),
+    "top-1": ("vit_tiny_moe", {}),
+    "top-2, capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.05, eval_capacity_factor=0.7)),
+    "V-MoE": (
+        "vmoe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", batch_priority=True),
+    ),
+    "image-level": ("vimoe_s14", dict(capacity_factor=1.0)),
+    "shared expert": ("vimoe_s14_shared", {}),
+    "WideNet": ("widenet_b", {}),
+    "pBE": ("vmoe_pbe_s32", dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance")),
+    "partitioning": (
+        "vmoe_pbe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="partitioning"),
+    ),
+    "multi-head": (
+        "vmoe_pbe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="multi_head", top_k=2),
+    ),
+}
+IN_SHORT = ("top-2, capacity",)
+
+
+def family(name):
+    model, options = FAMILIES[name]
+    torch.manual_seed(0)
+    model = timm.create_model(model, **{**SMALL_VIT, "num_experts": 4, "depth": 2, **options})
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def families():
+    return [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.ci) for name in FAMILIES]
+
+
+def step(model, call, images):
+    torch.manual_seed(3)
+    loss = call(images).square().mean() + timm_moe.auxiliary_loss(model)
+    return loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def equal(got, expected, **tolerance):
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_training_step_as_one_graph_for_any_batch(name):
+    model = family(name)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for images in (torch.randn(4, 3, 32, 32), torch.randn(6, 3, 32, 32)):
+        equal(step(model, compiled, images), step(model, model, images), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot solve a capacity for a batch")
+@pytest.mark.parametrize("name", families())
+def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
+    model = family(name).eval()
+    shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    exported = torch.export.export(model, (torch.randn(4, 3, 32, 32),), dynamic_shapes=shapes, strict=False).module()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for images in (torch.randn(4, 3, 32, 32), torch.randn(6, 3, 32, 32)):
+            torch.testing.assert_close(exported(images), model(images))
+            torch.testing.assert_close(compiled(images), model(images))
+
+
+@pytest.mark.parametrize("name", families())
+def test_no_count_is_read_in_eager_mode(name):
+    """Nobody can read a number of a tensor on the meta device."""
+    model = family(name).to("meta")
+    images = torch.empty(4, 3, 32, 32, device="meta")
+    for _ in range(2):
+        model(images).sum().backward()
+        model.eval()(images)
+        model.train()
+
+
+@GPU
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", ["eager", "default", "reduce-overhead"])
+def test_a_gpu_is_never_waited_for(name, mode):
+    model, images = family(name).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
+    call = model if mode == "eager" else torch.compile(model, mode=mode)
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = call(images).float().square().mean() + timm_moe.auxiliary_loss(model)
+        loss.backward()
+
+    for _ in range(3):
+        run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@GPU
+@pytest.mark.parametrize("width", [16, 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_gpu_computes_the_same(dtype, width):
+    x, weight, bias, end = (t.detach() for t in tensors([4, 0, 9], width, 8, dtype, after=3))
+    expected = grouped_linear(x, weight, bias, end)
+    got = grouped_linear(x.cuda(), weight.cuda(), bias.cuda(), end.cuda())
+    torch.testing.assert_close(got.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

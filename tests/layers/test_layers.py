@@ -1,0 +1,336 @@
+"""Expert layers: values of the golden file, identities, shapes, gradients."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import GluMlp, Mlp, SwiGLU
+from torch import nn
+
+from timm_moe.layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    RandomPartition,
+    SharedExpertMlp,
+    TilingRouter,
+    TopKRouter,
+)
+from timm_moe.training.averaging import living_layers
+
+FFNS = {
+    "Mlp": lambda width, hidden: Mlp(width, hidden),
+    "Mlp with norm": lambda width, hidden: Mlp(width, hidden, norm_layer=nn.LayerNorm),
+    "Mlp without bias": lambda width, hidden: Mlp(width, hidden, bias=False),
+    "GluMlp": lambda width, hidden: GluMlp(width, 2 * hidden),
+    "SwiGLU": lambda width, hidden: SwiGLU(width, hidden, norm_layer=nn.LayerNorm),
+}
+
+
+def moe(width=5, hidden=6, num_experts=4, ffn="Mlp", **kwargs):
+    return EwaMlp(FFNS[ffn](width, hidden), num_experts, **{"expert_init": "independent", **kwargs})
+
+
+@pytest.fixture
+def golden_layer(golden):
+    rup = golden("rup")
+    layer = moe().double()
+    names = {"fc1.weight": "W1", "fc1.bias": "b1", "fc2.weight": "W2", "fc2.bias": "b2"}
+    layer.load_state_dict({name: rup[key] for name, key in names.items()})
+    return layer, rup
+
+
+def test_training_forward_equals_the_golden_file(golden_layer, monkeypatch):
+    layer, rup = golden_layer
+    monkeypatch.setattr(torch, "randperm", lambda rows, device: rup["perm"])
+    torch.testing.assert_close(layer(rup["x"]), rup["y"], rtol=0, atol=1e-12)
+
+
+def test_eval_forward_is_the_averaged_ffn_of_the_golden_file(golden_layer):
+    layer, rup = golden_layer
+    torch.testing.assert_close(layer.eval()(rup["x"]), rup["y_eval_averaged_ffn"], rtol=0, atol=1e-12)
+
+
+@given(rows=st.integers(1, 40), num_experts=st.integers(1, 12))
+def test_partition_gives_every_row_to_one_expert_in_equal_parts(rows, num_experts):
+    order, ends, place, weight = RandomPartition(num_experts)(torch.zeros(rows, 2))
+    sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
+    assert torch.equal(order[place[:, 0]], torch.arange(rows))
+    assert weight is None
+    assert sorted(order.tolist()) == list(range(rows))
+    assert len(sizes) == num_experts
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_partition_is_fresh_at_each_call_and_uniform():
+    partition, counts = RandomPartition(4), torch.zeros(8, 4)
+    for _ in range(4000):
+        order, ends, _, _ = partition(torch.zeros(8, 2))
+        counts[order, torch.bucketize(torch.arange(8), ends, right=True)] += 1
+    torch.testing.assert_close(counts / 4000, torch.full((8, 4), 0.25), rtol=0, atol=0.035)
+
+
+@settings(max_examples=30)
+@given(
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    num_experts=st.integers(1, 7),
+    ffn=st.sampled_from(list(FFNS)),
+)
+def test_equal_experts_compute_the_dense_network(batch, tokens, num_experts, ffn):
+    dense = FFNS[ffn](8, 12)
+    layer = EwaMlp(dense, num_experts, expert_init="same")
+    x = torch.randn(batch, tokens, 8)
+    torch.testing.assert_close(layer.train()(x), dense(x))
+    torch.testing.assert_close(layer.eval()(x), dense(x))
+
+
+@pytest.mark.parametrize("ffn", FFNS)
+@pytest.mark.parametrize("rows", [1, 3, 4, 10])
+def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
+    layer = moe(8, 12, ffn=ffn)
+    x = torch.randn(rows, 8, requires_grad=True)
+    routing = layer.router(x)
+    layer(x, routing=routing).square().sum().backward()
+    got = {name: parameter.grad for name, parameter in layer.named_parameters()}, x.grad
+
+    # one expert at a time, by indexing: slow and plain
+    experts = []
+    for expert in range(4):
+        ffn_e = FFNS[ffn](8, 12)
+        ffn_e.load_state_dict({name: stacked[expert] for name, stacked in layer.state_dict().items()})
+        experts.append(ffn_e)
+    x_plain = x.detach().clone().requires_grad_()
+    y = torch.zeros(rows, 8)
+    start = 0
+    for expert, end in zip(experts, routing.ends, strict=True):
+        chosen = routing.order[start:end]
+        y = y.index_put((chosen,), expert(x_plain[chosen]))
+        start = end
+    y.square().sum().backward()
+    torch.testing.assert_close(got[1], x_plain.grad)
+    for name, grad in got[0].items():
+        expected = [dict(expert.named_parameters())[name].grad for expert in experts]
+        torch.testing.assert_close(grad, torch.stack(expected))
+
+
+def test_experts_without_rows_have_zero_gradients_not_none():
+    layer = moe()
+    layer(torch.randn(1, 1, 5)).sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[1:].abs().max() == 0
+
+
+def test_dropout_inside_experts_follows_the_layers_mode():
+    layer = EwaMlp(Mlp(8, 16, drop=0.5), 2)
+    x = torch.ones(4, 8)
+    layer.train()
+    assert not torch.equal(layer(x)[0], layer(x)[1])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[1])
+
+
+@pytest.mark.parametrize("ffn", ["Mlp", "SwiGLU"])
+def test_dropout_inside_experts_is_found_among_the_modules(ffn):
+    torch.manual_seed(0)
+    layer = MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3, expert_dropout=0.5)
+    names = [name for name, module in layer.named_modules() if isinstance(module, nn.Dropout)]
+    assert names == ["drop1", "drop2"]
+    assert layer.state_dict().keys() == MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3).state_dict().keys()
+    x = torch.ones(4, 8)
+    for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not torch.equal(made.train()(x)[0], made(x)[1])
+        assert torch.equal(made.eval()(x)[0], made(x)[1])
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()  # Monte Carlo dropout
+        assert not torch.equal(made(x)[0], made(x)[1])
+        made.train()
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        assert torch.equal(made(x)[0], made(x)[1])
+
+
+def test_dropout_of_the_experts_is_that_of_the_shared_one_too():
+    dense = Mlp(8, 16)
+    layer = SharedExpertMlp(dense, TopKRouter(8, 2), 2, expert_dropout=0.25)
+    assert {name: m.p for name, m in layer.named_modules() if isinstance(m, nn.Dropout)} == dict.fromkeys(
+        ["drop1", "drop2", "shared.drop1", "shared.drop2"], 0.25
+    )
+    assert dense.drop1.p == 0
+
+
+LOSSES = dict(noise_std=1.0, loss_weights=dict.fromkeys(["importance", "load", "balance", "balance_top_k"], 0.1))
+ROUTERS = {
+    "random": lambda: EwaMlp(Mlp(8, 16), 4),
+    "top-k": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, **LOSSES), 4),
+    "priority": lambda: MoeMlp(
+        Mlp(8, 16), TopKRouter(8, 4, 1, capacity_factor=1.0, batch_priority=True, group_images=2, **LOSSES), 4
+    ),
+    "renorm": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, gate_mode="renorm", **LOSSES), 4),
+    "image": lambda: MoeMlp(Mlp(8, 16), ImageRouter(8, 4, 2, capacity_factor=1.0, **LOSSES), 4),
+    "shared": lambda: SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4, gate_mode="one", **LOSSES), 4),
+    "pbe": lambda: MoeMlp(Mlp(8, 16), EnsembleRouter(8, 4, ensemble_size=2, capacity_factor=1.0, **LOSSES), 4),
+    "tiling": lambda: MoeMlp(Mlp(8, 16), TilingRouter(8, 4, ensemble_size=2, **LOSSES), 4),
+    "partitioning": lambda: MoeMlp(Mlp(8, 16), PartitionedRouter(8, 4, ensemble_size=2, **LOSSES), 4),
+    "multi-head": lambda: MoeMlp(Mlp(8, 16), MultiHeadRouter(8, 4, 2, **LOSSES), 4),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_an_empty_batch_in_training_has_zero_losses_and_gradients(kind):
+    layer = ROUTERS[kind]()
+    x = torch.randn(0, 5, 8, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (0, 5, 8)
+    loss = y.sum()
+    if kind != "random":
+        (record,) = layer.router.records
+        assert [float(loss) for loss in record.losses.values()] == [0] * 4
+        loss = loss + record.weighted_loss
+    loss.backward()
+    assert x.grad.shape == x.shape
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert layer.eval()(x).shape == (0, 5, 8)
+
+
+def test_eval_mode_partition_evaluates_the_experts():
+    layer = moe(eval_mode="partition").eval()
+    x = torch.randn(40, 5)
+    assert not torch.equal(layer(x), layer(x))
+
+
+def test_independent_init_keeps_the_first_expert_and_the_scale():
+    dense = Mlp(64, 256)
+    nn.init.trunc_normal_(dense.fc1.weight, std=0.02)
+    nn.init.zeros_(dense.fc1.bias)
+    layer = EwaMlp(dense, 4, expert_init="independent")
+    assert torch.equal(layer.fc1.weight[0], dense.fc1.weight)
+    assert layer.fc1.bias.abs().max() == 0
+    flat = layer.fc1.weight.detach().flatten(1)
+    torch.testing.assert_close(flat.std(1), torch.full((4,), 0.02), rtol=0.05, atol=0)
+    assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.05
+
+
+def test_loads_its_own_state_dict_and_a_dense_one():
+    layer, dense = moe(), Mlp(5, 6)
+    other = moe()
+    other.load_state_dict(layer.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
+    other.load_state_dict(dense.state_dict())
+    assert all(torch.equal(other.state_dict()[name][e], t) for name, t in dense.state_dict().items() for e in range(4))
+    other.load_state_dict(dense.state_dict(), assign=True)
+    other.fc1.weight.data[0] += 1  # every expert owns its copy
+    assert torch.equal(other.fc1.weight[1], dense.fc1.weight)
+
+
+def test_another_number_of_experts_is_named():
+    with pytest.raises(ValueError, match=r"8 experts in fc1.weight, the model has 4"):
+        moe(num_experts=4).load_state_dict(moe(num_experts=8).state_dict())
+
+
+def test_copies_are_independent_and_registered():
+    layer = moe()
+    for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert duplicate in living_layers
+        x = torch.randn(3, 5)
+        assert torch.equal(duplicate.eval()(x), layer.eval()(x))
+        duplicate.fc1.weight.data.zero_()
+        assert layer.fc1.weight.abs().max() > 0
+
+
+def test_low_precision():
+    layer = moe(8, 16)
+    x = torch.randn(10, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == layer.eval()(x).dtype == torch.bfloat16
+    layer = layer.bfloat16()
+    torch.testing.assert_close(layer.fc1.weight.float().mean(0).bfloat16(), _mean_weight(layer), rtol=0, atol=0)
+    assert layer.train()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def _mean_weight(layer):
+    from timm_moe.convert.gather import average
+
+    return average(layer.networks())["fc1.weight"]
+
+
+def test_traces_for_torchscript():
+    layer = moe(8, 16).eval()
+    x = torch.randn(3, 8)
+    traced = torch.jit.trace(layer, torch.randn(5, 8))
+    assert torch.equal(traced(x), layer(x))
+
+
+def test_threads_and_plain_tensors_as_weights():
+    """What nn.DataParallel and torch.func do to a module."""
+    layer = moe(8, 16).eval()
+    x = torch.randn(50, 8)
+    expected = layer(x)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(y, expected) for y in pool.map(lambda _: layer(x), range(200)))
+    doubled = {name: 2 * parameter.detach() for name, parameter in layer.named_parameters()}
+    y = torch.func.functional_call(layer, doubled, (x,))
+    layer.load_state_dict(doubled)
+    assert torch.equal(y, layer(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_as_one_graph(training):
+    layer = moe(8, 16).train(training)
+    x = torch.randn(10, 8)
+    torch.manual_seed(1)
+    expected = layer(x)
+    torch.manual_seed(1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    compiled(x).sum().backward()
+    assert layer.fc1.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+        ({"expert_init": "zeros"}, "expert_init must be one of same, independent, got 'zeros'"),
+        ({"eval_mode": "best"}, "eval_mode must be one of average, partition, got 'best'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        moe(**options)
+
+
+def test_a_network_with_buffers_is_refused():
+    with pytest.raises(ValueError, match="buffers"):
+        EwaMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), 2)
+
+
+def test_under_autocast_matrices_are_cast_once_and_nothing_changes(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = EwaMlp(Mlp(16, 32), 4), torch.randn(3, 10, 16)
+
+    def outputs_and_gradients():
+        torch.manual_seed(1)
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.float().square().sum().backward()
+        return [y, *(parameter.grad for parameter in layer.parameters())]
+
+    at_once = outputs_and_gradients()
+    monkeypatch.setattr("timm_moe.layers.experts._autocast", lambda stacked: stacked)
+    for got, expected in zip(at_once, outputs_and_gradients(), strict=True):
+        assert torch.equal(got, expected)

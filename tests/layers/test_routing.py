@@ -1,0 +1,526 @@
+"""Router, losses and dispatch against the reference's golden values and against a slow, obvious implementation."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT, TINY, cases, dense_combine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import Mlp
+
+import timm_moe
+from timm_moe.checkpoints.vmoe import state_dict_from_flax
+from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter
+from timm_moe.layers.dispatch import assign, combine, dispatch, expert_capacity, queue
+from timm_moe.layers.grouped import sizes_of_runs
+from timm_moe.layers.losses import balance_loss, importance_loss, load_loss
+
+
+def test_capacity_matches_the_reference(golden):
+    rows = golden("capacity")
+    columns = ("num_tokens_times_k", "num_experts", "capacity_factor", "is_round", "multiple_of", "capacity")
+    for choices, experts, factor, is_round, multiple, expected in zip(
+        *(rows[name].tolist() for name in columns), strict=True
+    ):
+        arguments = (choices, experts, factor, "round" if is_round else "ceil", multiple or 1)
+        if expected == -1:
+            with pytest.raises(ValueError, match="below 1"):
+                expert_capacity(*arguments)
+        else:
+            assert expert_capacity(*arguments) == expected, arguments
+
+
+def test_dispatch_matches_the_reference(golden):
+    for case in cases(golden("dispatch"), "c"):
+        _, num_experts, top_k, capacity, priority = case.meta_S_E_K_C_bpr.tolist()
+        weight, expert = case.gates.sort(dim=2, descending=True, stable=True)
+        weight, expert = weight[..., :top_k], expert[..., :top_k]
+        assert torch.equal(expert.int(), case.topk_index)
+        line = queue(expert, num_experts, weight[..., 0] if priority else None)
+        assert torch.equal(line.rank_GSK.int(), case.buffer_index)
+        routing = assign(expert, weight, line, capacity)
+        torch.testing.assert_close(
+            dense_combine(routing, num_experts), case.combine_GSE.flatten(0, 1), rtol=0, atol=1e-5
+        )
+        x_ND = dispatch(case.x.flatten(0, 1), routing)
+        *inputs, unused = x_ND.split(sizes_of_runs(routing.ends, x_ND))
+        for e, rows in enumerate(inputs):
+            expected = case.expert_inputs[e]
+            expected = expected[expected.abs().sum(1) > 0]
+            assert sorted(rows.tolist()) == sorted(expected.tolist())
+        outputs = [rows @ case.expert_A[e] + case.expert_b[e] for e, rows in enumerate(inputs)]
+        y = combine(torch.cat([*outputs, torch.zeros(len(unused), outputs[0].shape[1])]), routing).view_as(case.y)
+        torch.testing.assert_close(y, case.y, rtol=1e-5, atol=1e-5)
+        assert (y[~case.kept.any(2)] == 0).all()
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_router_matches_the_reference(golden, noisy, monkeypatch):
+    for case in cases(golden("router"), "r"):
+        result = SimpleNamespace(
+            **{k.split("_", 1)[1]: v for k, v in vars(case).items() if k.startswith("noisy" if noisy else "det")}
+        )
+        num_experts, top_k, noise_std = case.meta_E_K_noise.tolist()
+        importance, load, balance = case.weights_importance_load_gshard.tolist()
+        router = TopKRouter(
+            case.inputs.shape[2],
+            int(num_experts),
+            int(top_k),
+            noise_std=noise_std if noisy else 0.0,
+            capacity_factor=case.capacity_factor.item(),
+            batch_priority=bool(case.batch_priority),
+            group_images=1,  # a group stands as an image of S tokens
+            loss_weights={"importance": importance, "load": load if noisy else 0.0, "balance": balance},
+        )
+        router.weight.data = case.kernel.T.clone()
+        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case.eps: eps.view_as(x))
+        inputs = case.inputs.clone().requires_grad_()
+        routing = router(inputs)
+        combined = dense_combine(routing, int(num_experts)).view_as(result.combine_GSE)
+        torch.testing.assert_close(combined, result.combine_GSE, rtol=0, atol=1e-5)
+        logits = inputs @ router.weight.T
+        rows = inputs.shape[1]
+        assert (router._capacity(rows) or rows) == min(int(result.capacity), rows)
+        losses = router.records[-1].losses
+        torch.testing.assert_close(importance_loss(logits.softmax(2)), result.importance_loss, rtol=1e-3, atol=0)
+        noisy_logits = logits + case.eps * (noise_std / num_experts if noisy else 0)
+        gates = noisy_logits.softmax(2)
+        torch.testing.assert_close(
+            balance_loss(gates, gates.argmax(2, keepdim=True)), result.gshard_loss, rtol=1e-3, atol=0
+        )
+        if noisy:
+            last = gates.sort(dim=2, descending=True, stable=True).indices[..., int(top_k) - 1]
+            torch.testing.assert_close(
+                load_loss(logits, noisy_logits, last, noise_std / num_experts), result.load_loss, rtol=1e-3, atol=0
+            )
+        assert set(losses) == {
+            name
+            for name, weight in (("importance", importance), ("load", load * noisy), ("balance", balance))
+            if weight
+        }
+        weighted = router.records[-1].weighted_loss
+        torch.testing.assert_close(weighted, result.auxiliary_loss.mean(), rtol=1e-3, atol=0)
+        kernel_grad, input_grad = torch.autograd.grad(weighted, [router.weight, inputs], retain_graph=True)
+        for grad, expected in ((kernel_grad.T, result.grad_aux_kernel), (input_grad, result.grad_aux_inputs)):
+            torch.testing.assert_close(grad, expected, rtol=0, atol=5e-3 * expected.abs().max().item())
+        (probe_grad,) = torch.autograd.grad((combined * result.probe_R).sum(), [router.weight])
+        expected = result.grad_sum_combine_R_kernel
+        torch.testing.assert_close(probe_grad.T, expected, rtol=0, atol=5e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("run", ["k2_c105", "k1_c10_bpr", "k2_c05_bpr", "k2_c8"])
+def test_model_matches_the_reference(golden, run):
+    arrays = golden("vit_moe_tiny")
+    top_k, capacity_factor, priority = arrays[f"{run}/meta_K_C_bpr"].tolist()
+    model = timm.create_model(
+        "vmoe_s32",
+        **TINY,
+        top_k=int(top_k),
+        capacity_factor=capacity_factor,
+        eval_capacity_factor=capacity_factor,
+        batch_priority=bool(priority),
+        noise_std=0,  # the reference's deterministic mode, in training
+        aux_loss="importance",
+        aux_loss_weight=0.005,
+    )
+    model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
+    images = arrays["images_NHWC"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(model(images), arrays[f"{run}/logits"], rtol=0, atol=1e-4)
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, arrays[f"{run}/auxiliary_loss_G"].mean(), rtol=1e-3, atol=0)
+    summary = timm_moe.routing_summary(model)
+    for block in (1, 3):
+        expected = arrays[f"{run}/importance_loss_block{block}"].mean().item()
+        assert summary[f"blocks.{block}.mlp"].losses["importance"] == pytest.approx(expected, rel=1e-3)
+    torch.testing.assert_close(model.eval()(images), arrays[f"{run}/logits"], rtol=0, atol=1e-4)
+
+
+def test_model_in_training_matches_the_reference(golden, monkeypatch):
+    arrays = golden("vit_moe_tiny")
+    model = timm.create_model("vmoe_s32", **TINY)
+    model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
+    monkeypatch.setattr(torch, "randn_like", lambda x: arrays["noisy/eps_same_for_both_layers"].view_as(x))
+    logits = model(arrays["images_NHWC"].permute(0, 3, 1, 2))
+    torch.testing.assert_close(logits, arrays["noisy/logits"], rtol=0, atol=1e-4)
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, arrays["noisy/auxiliary_loss_G"].mean(), rtol=1e-3, atol=0)
+    for block in (1, 3):
+        losses = timm_moe.routing_summary(model)[f"blocks.{block}.mlp"].losses
+        for name in ("importance", "load"):
+            assert losses[name] == pytest.approx(arrays[f"noisy/{name}_block{block}"].mean().item(), rel=1e-3)
+
+
+def routed(width=5, hidden=6, num_experts=4, expert_init="independent", **options):
+    router = TopKRouter(width, num_experts, **options)
+    return MoeMlp(Mlp(width, hidden), router, num_experts, expert_init)
+
+
+def slow_forward(layer, x, priority, capacity):
+    """What the layer computes, one choice after the other; also which choices were kept."""
+    gates = (x @ layer.router.weight.T).softmax(1)
+    ranked = [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e)) for row in gates.tolist()]
+    rows = list(range(len(x)))
+    if priority:
+        rows.sort(key=lambda row: -gates[row].max().item())
+    taken, kept, y = [0] * layer.num_experts, set(), torch.zeros_like(x)
+    ffns = [
+        layer.to_ffn({name: stacked[expert].detach() for name, stacked in layer.named_expert_parameters()})
+        for expert in range(layer.num_experts)
+    ]
+    for choice in range(layer.router.top_k):
+        for row in rows:
+            expert = ranked[row][choice]
+            if taken[expert] < capacity:
+                y[row] += gates[row, expert] * ffns[expert](x[row])
+                kept.add((row, choice))
+            taken[expert] += 1
+    return y, kept
+
+
+@st.composite
+def routings(draw):
+    num_experts = draw(st.integers(1, 40))
+    return dict(
+        tokens=draw(st.integers(1, 300)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        factor=draw(st.floats(0.1, 10)),
+        multiple=draw(st.sampled_from([1, 4])),
+        priority=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("road", ["eager", pytest.param("compiled", marks=pytest.mark.ci)])
+@settings(max_examples=40)
+@given(case=routings())
+def test_layer_equals_the_slow_reference(road, case):
+    torch.manual_seed(0)
+    layer = routed(
+        num_experts=case["num_experts"],
+        top_k=case["top_k"],
+        capacity_factor=case["factor"],
+        capacity_multiple=case["multiple"],
+        batch_priority=case["priority"],
+    ).double()
+    layer.router.weight.data.normal_()
+    x = torch.randn(1, case["tokens"], 5, dtype=torch.float64)
+    capacity = expert_capacity(
+        case["tokens"] * case["top_k"], case["num_experts"], case["factor"], multiple_of=case["multiple"]
+    )
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        expected, kept = slow_forward(layer, x[0], case["priority"], capacity)
+        if road == "compiled":  # the road alone: compiling each case would take too long
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        y = layer(x)
+        torch.testing.assert_close(y[0], expected, rtol=1e-9, atol=1e-9)
+        nothing_kept = [row for row in range(case["tokens"]) if not any((row, k) in kept for k in range(case["top_k"]))]
+        assert (y[0, nothing_kept] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (50, {"top_k": 2, "capacity_factor": 1.05}),
+        *(
+            pytest.param(tokens, options, marks=pytest.mark.ci)
+            for tokens, options in [
+                (50, {"top_k": 1}),
+                (3, dict(num_experts=8, top_k=3, batch_priority=True, capacity_factor=0.5, capacity_multiple=1)),
+                (1, {"top_k": 4}),
+                (8, dict(top_k=2, group_images=1, capacity_factor=1.0, noise_std=1.0, loss_weights={"load": 1.0})),
+            ]
+        ),
+    ],
+)
+def test_compiled_as_one_graph_gives_the_same_values_and_gradients(tokens, options):
+    layer = routed(8, 16, **{"loss_weights": {"balance": 1.0}, **options})
+    x = torch.randn(2, tokens, 8, requires_grad=True)
+    outcomes = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        layer.router.forget()
+        y = call(x)
+        loss = y.square().sum() + layer.router.records[0].weighted_loss
+        outcomes.append((y, *torch.autograd.grad(loss, [x, *layer.parameters()])))
+    for eager, compiled in zip(*outcomes, strict=True):
+        torch.testing.assert_close(eager, compiled)
+
+
+@pytest.mark.parametrize("options", [{}, {"noise_std": 0, "aux_loss": "importance+balance"}])
+@pytest.mark.ci
+def test_inductor_compiles_a_model_as_one_graph_forward_and_backward(options):
+    model = timm.create_model("vmoe_s32", **TINY, **options)
+    images = torch.randn(4, 3, 16, 16)
+    outcomes = []
+    for call in (model, torch.compile(model, fullgraph=True)):
+        loss = call(images).square().mean() + timm_moe.auxiliary_loss(model)
+        outcomes.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for eager, compiled in zip(*outcomes, strict=True):
+        assert compiled.isfinite().all()
+        if options:  # inductor draws other noise from the same seed
+            torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    model.eval()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=25)
+@given(tokens=st.integers(1, 40), num_experts=st.integers(1, 9))
+def test_all_of_equal_experts_without_dropping_compute_the_dense_network(tokens, num_experts):
+    dense = Mlp(8, 16)
+    layer = MoeMlp(dense, TopKRouter(8, num_experts, top_k=num_experts), num_experts)
+    x = torch.randn(tokens, 8)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
+def test_every_expert_and_the_router_have_a_gradient_even_without_rows():
+    layer = routed(num_experts=6)
+    layer(torch.randn(1, 1, 5)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+    assert layer.fc1.weight.grad.abs().sum((1, 2)).count_nonzero() == 1
+
+
+def test_large_capacity_and_none_drop_nothing():
+    x = torch.randn(2, 30, 5)
+    layer = routed(top_k=2, capacity_factor=None)
+    expected = layer(x)
+    assert layer.router.records[-1].dropped == 0
+    layer.router.capacity_factor = 100.0
+    assert torch.equal(layer(x), expected)
+    assert layer.router.records[-1].dropped == 0
+
+
+@pytest.mark.parametrize("layer_class", ["routed", "ewa"])
+def test_forward_mode_and_second_derivatives(layer_class):
+    layer = (routed(top_k=2, capacity_factor=0.5) if layer_class == "routed" else EwaMlp(Mlp(5, 6), 4)).double()
+    x, v = torch.randn(2, 7, 5, dtype=torch.float64), torch.randn(2, 7, 5, dtype=torch.float64)
+
+    def call(x):
+        torch.manual_seed(3)
+        return layer(x)
+
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients):
+            _, tangent = torch.func.jvp(call, (x,), (v,))
+        torch.testing.assert_close(tangent, (call(x + 1e-6 * v) - call(x - 1e-6 * v)) / 2e-6, rtol=1e-4, atol=1e-7)
+    assert torch.autograd.gradgradcheck(call, (x[:1].clone().requires_grad_(),), atol=1e-4)
+
+
+def test_eval_has_its_own_capacity_and_no_noise():
+    layer = routed(capacity_factor=0.1, eval_capacity_factor=None, noise_std=5.0)
+    x = torch.randn(3, 20, 5)
+    assert (layer(x) == 0).all(2).sum() > 20
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    assert not (layer(x) == 0).all(2).any()
+    layer.router.eval_capacity_factor = 0.1
+    assert (layer(x) == 0).all(2).sum() > 20
+    assert len(layer.router.records) == 1  # of training only
+
+
+def test_groups_have_their_own_queues():
+    layer = routed(capacity_factor=1.0, group_images=2)
+    x = torch.randn(6, 7, 5)
+    torch.testing.assert_close(layer(x), torch.cat([layer(part) for part in x.split(2)]), rtol=1e-5, atol=1e-6)
+
+
+def test_losses_are_means_over_the_groups(monkeypatch):
+    noise = torch.randn(1, 2, 7, 4)
+    monkeypatch.setattr(torch, "randn_like", lambda x: noise.expand_as(x))
+    layer = routed(group_images=2, noise_std=1.0, loss_weights={"importance": 0.1, "load": 0.2, "balance": 0.3})
+    x = torch.randn(6, 7, 5)
+    outcomes = []
+    for parts in ([x], x.split(2)):
+        layer.router.forget()
+        for part in parts:
+            layer(part)
+        outcomes.append(layer.router.records)
+    (whole,), groups = outcomes
+    for name, loss in whole.losses.items():
+        torch.testing.assert_close(loss, torch.stack([group.losses[name] for group in groups]).mean())
+    torch.testing.assert_close(whole.weighted_loss, torch.stack([group.weighted_loss for group in groups]).mean())
+
+
+def test_groups_that_do_not_divide_the_batch():
+    layer = routed(capacity_factor=1.0, group_images=4)
+    with pytest.raises(ValueError, match=r"group_images=4 does not divide the batch of 6 images; 1, 2, 3, 6 would\."):
+        layer(torch.randn(6, 7, 5))
+    assert layer.eval()(torch.randn(6, 7, 5)).shape == (6, 7, 5)  # the last batch of a validation set
+
+
+def test_router_computes_in_float32_under_autocast_and_in_low_precision():
+    layer = routed(8, 16, top_k=2, loss_weights={"balance": 1.0})
+    x = torch.randn(2, 30, 8)
+    expected, exact = layer.router(x), layer.router.records[-1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = layer.router(x)
+        assert layer(x).dtype == torch.bfloat16
+    assert torch.equal(routing.order, expected.order)
+    assert torch.equal(routing.weight, expected.weight)
+    assert layer.router.records[-1].losses["balance"] == exact.losses["balance"]
+    low = copy.deepcopy(layer).bfloat16()
+    assert low(x.bfloat16()).dtype == torch.bfloat16
+    assert low.router(x.bfloat16()).weight.dtype == torch.float32
+
+
+def test_copies_and_pickles_carry_no_graph():
+    layer = routed(loss_weights={"balance": 1.0})
+    layer(torch.randn(2, 3, 5))
+    for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert duplicate.router.records == []
+        assert torch.equal(duplicate.router.weight, layer.router.weight)
+    assert len(layer.router.records) == 1
+
+
+def test_a_dense_checkpoint_leaves_the_router_alone_and_an_expert_one_must_have_it():
+    layer, dense = routed(), Mlp(5, 6)
+    before = layer.router.weight.clone()
+    layer.load_state_dict(dense.state_dict())
+    assert torch.equal(layer.router.weight, before)
+    assert torch.equal(layer.fc2.weight[3], dense.fc2.weight)
+    state_dict = routed().state_dict()
+    layer.load_state_dict(state_dict)
+    assert torch.equal(layer.router.weight, state_dict.pop("router.weight"))
+    with pytest.raises(RuntimeError, match=r"Missing key.*router\.weight"):
+        layer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_not_a_number_stays_with_its_token(row):
+    layer = routed(top_k=2, capacity_factor=0.3, batch_priority=True)
+    x = torch.randn(2, 19, 5)
+    layer(x)
+    x[0, row] = float("nan")
+    y = layer(x)
+    y[0, row] = 0
+    assert y.isfinite().all()
+    assert (y == 0).all(2).sum() > 5
+    assert not layer.router.records[-1].finite
+
+
+def test_an_empty_batch():
+    layer = routed(top_k=2, capacity_factor=1.0, eval_capacity_factor=1.0, group_images=2).eval()
+    assert layer(torch.randn(0, 7, 5)).shape == (0, 7, 5)
+    assert layer(torch.randn(2, 0, 5)).shape == (2, 0, 5)
+
+
+def test_nothing_is_dropped_if_asked_by_name():
+    """timm drops options that are None, so there has to be another way to say it."""
+    for value in ("none", "None", 1000):
+        model = timm.create_model("vit_tiny_moe", capacity_factor=value, **SMALL_VIT)
+        model(torch.randn(4, 3, 32, 32))
+        assert model.blocks[1].mlp.router.records[0].dropped == 0
+
+
+def test_expert_dropout_is_of_the_experts_only():
+    model = timm.create_model("vmoe_s32", **TINY, expert_dropout=0.5)
+    assert model.blocks[0].mlp.drop1.p == 0
+    layer = model.blocks[1].mlp
+    x = torch.ones(2, 5, 16)
+    assert not torch.equal(layer(x)[0, 0], layer(x)[0, 1])
+    layer.eval()
+    assert torch.equal(layer(x)[0, 0], layer(x)[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 0}, "top_k must be an integer between 1 and 4, got 0"),
+        ({"top_k": 5}, "top_k must be an integer between 1 and 4, got 5"),
+        ({"top_k": 1.5}, "top_k must be an integer between 1 and 4, got 1.5"),
+        ({"noise_std": -1}, "noise_std must be a number of at least 0, got -1"),
+        ({"capacity_factor": 0}, "capacity_factor must be a number above 0 or None, got 0"),
+        ({"capacity_factor": -1.0}, "capacity_factor must be a number above 0 or None, got -1.0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor must be a number above 0 or None, got nan"),
+        ({"eval_capacity_factor": "all"}, "eval_capacity_factor must be a number above 0 or None, got 'all'"),
+        ({"batch_priority": "false"}, "batch_priority must be True or False, got 'false'"),
+        ({"pre_logits": "false"}, "pre_logits must be True or False, got 'false'"),
+        ({"aux_loss": "balance+balance"}, r"aux_loss must be different names of losses joined by \+, got"),
+        ({"capacity_multiple": 0}, "capacity_multiple must be an integer of at least 1, got 0"),
+        ({"capacity_rounding": "up"}, "capacity_rounding must be one of ceil, round, floor, got 'up'"),
+        ({"group_images": 0}, "group_images must be an integer of at least 1 or None, got 0"),
+        ({"aux_loss_weight": -0.1}, "aux_loss_weight must be a number of at least 0, got -0.1"),
+        ({"aux_loss": "entropy"}, "A router's losses are importance, load, balance, balance_top_k, got 'entropy'"),
+        ({"aux_loss": "load"}, "give a noise_std above 0"),
+        ({"expert_dropout": 2}, "expert_dropout must lie between 0 and 1, got 2"),
+        ({"eval_mode": "partition"}, "eval_mode is an option of router='random'; router='top_k' has none"),
+        ({"router": "random"}, "capacity_factor is an option of router='top_k'; router='random' has none"),
+        ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
+    ],
+)
+def test_bad_options_end_in_one_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("vit_tiny_moe", **SMALL_VIT, **options)
+
+
+def test_a_capacity_below_one():
+    layer = routed(capacity_factor=0.01, capacity_rounding="floor")
+    with pytest.raises(ValueError, match=r"capacity_factor=0.01 leaves no place: 6 choices over 4 experts"):
+        layer(torch.randn(2, 3, 5))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_capacity_below_one_is_refused_by_a_trace_too(tmp_path):
+    layer = routed(eval_capacity_factor=0.1, capacity_rounding="floor", capacity_multiple=1).eval()
+    many, few = torch.randn(8, 10, 5), torch.randn(1, 3, 5)
+    torch.jit.save(torch.jit.trace(layer, many), tmp_path / "layer.pt")
+    traced = torch.jit.load(tmp_path / "layer.pt")
+    torch.testing.assert_close(traced(many[:5]), layer(many[:5]))
+    with pytest.raises(ValueError, match="below 1"):
+        layer(few)
+    with pytest.raises(torch.jit.Error, match="capacity_factor leaves no place: this batch gives a capacity below 1"):
+        traced(few)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_priority": True}, {"group_images": 1}, {"capacity_rounding": "floor"}])
+def test_a_huge_capacity_factor_drops_nothing(options):
+    x = torch.randn(2, 30, 5)
+    layer = routed(top_k=2, capacity_factor=1e308, eval_capacity_factor=1e308, **options)
+    expected = layer(x)
+    assert layer.router.records[-1].dropped == 0
+    torch.testing.assert_close(layer.eval()(x), expected)
+    layer.router.eval_capacity_factor = None
+    torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("capacity_factor", [None, 0.6])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_combine_has_the_gradients_of_the_plain_sum(top_k, capacity_factor, dtype):
+    torch.manual_seed(0)
+    router = TopKRouter(8, 4, top_k, capacity_factor=capacity_factor, capacity_multiple=1).double()
+    routing = router(torch.randn(3, 5, 8, dtype=torch.float64))
+    is_kept = routing.place < routing.ends[-1]
+    own = routing.weight.detach().requires_grad_()
+    outputs = torch.randn(len(routing.order), 8, dtype=dtype, requires_grad=True)
+
+    def combined(weight, outputs):
+        return combine(outputs, routing._replace(weight=torch.where(is_kept, weight, 0)))
+
+    weight = torch.where(is_kept, own, 0)
+    plain = sum(
+        weight[:, choice, None].to(dtype) * outputs[routing.place[:, choice]]
+        for choice in range(routing.place.shape[1])
+    )
+    fast = combined(own, outputs)
+    assert fast.dtype == dtype
+    if dtype == torch.float64:
+        assert torch.equal(fast, plain)
+    else:  # added in float32 and rounded once, where the plain sum rounds every term
+        exact = (weight.to(dtype)[..., None].double() * outputs[routing.place].double()).sum(1)
+        torch.testing.assert_close(fast.double(), exact, rtol=2**-8, atol=1e-15)
+    grad = torch.randn_like(fast)
+    for got, expected in zip(
+        torch.autograd.grad(fast, [outputs, own], grad),
+        torch.autograd.grad(plain, [outputs, own], grad),
+        strict=True,
+    ):
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float64:
+        torch.autograd.gradcheck(combined, [own, outputs])
+        torch.autograd.gradgradcheck(combined, [own, outputs])

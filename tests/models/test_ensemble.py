@@ -1,0 +1,448 @@
+"""pBE: routers of members and the model around them, against the golden files, V-MoE, and on timm's own roads."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import timm.task
+import torch
+from common import DATA, SMALL_VIT, TINY, Teacher, cases, dense_combine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from timm.layers import Mlp
+from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.task import ClassificationTask, LogitDistillationTask
+from torch import nn
+
+import timm_moe
+from timm_moe import info
+from timm_moe.analysis.metrics import PairwiseKL
+from timm_moe.checkpoints.vmoe import import_checkpoint, state_dict_from_flax
+from timm_moe.demo import load_images
+from timm_moe.layers import EnsembleRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter
+from timm_moe.layers.dispatch import queue
+
+SMALL = dict(**SMALL_VIT, num_experts=4)
+
+
+def ensemble(**options):
+    return timm.create_model("vmoe_pbe_s32", **{**SMALL, **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("pbe", ["EnsembleRouter", "EnsembleRouter"]),
+        ("tiling", ["TilingRouter", "TilingRouter"]),
+        ("partitioning", ["PartitionedRouter", "PartitionedRouter"]),
+        ("multi_head", ["TopKRouter", "MultiHeadRouter"]),
+    ],
+)
+def test_each_kind_has_its_routers(kind, names):
+    model = ensemble(ensemble=kind, ensemble_size=2, top_k=2, num_experts=6, noise_std=1.0)
+    layers = timm_moe.moe_layers(model).values()
+    assert [type(layer.router).__name__ for layer in layers] == names
+    assert [layer.router.loss_weights for layer in layers] == [{"importance": 0.005, "load": 0.005}] * 2
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_router_matches_the_reference(golden, noisy, monkeypatch):
+    for case in cases(golden("ensemble_router"), "e"):
+        prefix = "noisy_" if noisy else "det_"
+        expected = SimpleNamespace(**{k.removeprefix(prefix): v for k, v in vars(case).items() if k.startswith(prefix)})
+        _, rows, width, num_experts, members, top_k = case.meta_G_S_D_E_M_K.tolist()
+        router = EnsembleRouter(
+            width,
+            num_experts,
+            top_k,
+            ensemble_size=members,
+            noise_std=1.0 if noisy else 0.0,
+            capacity_factor=case.capacity_factor.item(),
+            group_images=rows // members,  # a row stands as an image
+            loss_weights={"importance": 0.005, **({"load": 0.005} if noisy else {})},
+        )
+        assert 1 / (num_experts / members) == case.noise_std
+        router.weight.data = case.W_DE.T.clone()
+        eps = case.eps_MGSE.permute(1, 2, 0, 3)  # (G, S / M, M, E / M)
+        monkeypatch.setattr(torch, "randn_like", lambda x, eps=eps: eps.reshape(x.shape))
+        routing = router(case.inputs.flatten(0, 1))
+        combined = dense_combine(routing, num_experts).view_as(expected.combine_GSE)
+        torch.testing.assert_close(combined, expected.combine_GSE, rtol=0, atol=1e-5)
+        (record,) = router.records
+        for name in ("importance", *(("load",) if noisy else ())):
+            torch.testing.assert_close(
+                record.losses[name], getattr(expected, f"{name}_loss").mean(), rtol=1e-3, atol=0, check_dtype=False
+            )
+        assert (router._capacity(rows) or rows // members) == min(int(expected.capacity), rows // members)
+
+
+@pytest.mark.parametrize("run", ["k1_c15", "k2_c8", "k1_c05"])
+def test_model_matches_the_reference(golden, run):
+    arrays = golden("vit_moe_ensemble_tiny")
+    top_k, capacity_factor, members = arrays[f"{run}/meta_K_C_M"].tolist()
+    model = timm.create_model(
+        "vmoe_pbe_s32",
+        **TINY,
+        ensemble_size=int(members),
+        top_k=int(top_k),
+        capacity_factor=capacity_factor,
+        eval_capacity_factor=capacity_factor,
+        expert_dropout=0.0,
+        noise_std=0,  # the reference's deterministic mode, in training
+        aux_loss="importance",
+        aux_loss_weight=0.005,
+    )
+    model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
+    images = arrays["images_NHWC"].permute(0, 3, 1, 2)
+    expected = arrays[f"{run}/logits_repeat_interleaved"].unflatten(0, (4, 2))
+    torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-4)
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, arrays[f"{run}/auxiliary_loss_GM"].mean(), rtol=1e-3, atol=0, check_dtype=False)
+    model.eval()
+    torch.testing.assert_close(model.forward_members(images), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(images), expected.softmax(2).mean(1).log(), rtol=0, atol=1e-4)
+
+
+def test_losses_match_the_golden_file(golden):
+    arrays = golden("ensemble_losses")
+    members = int(arrays["ensemble_size"])
+    logits = arrays["logits_repeat_interleaved"].unflatten(0, (-1, members))
+    labels = arrays["labels"].long()
+    loss = timm_moe.MemberLoss(nn.CrossEntropyLoss(reduction="none"))(logits, labels)
+    torch.testing.assert_close(loss, arrays["train_xent_per_row"], rtol=1e-6, atol=1e-9)
+    log_p = timm_moe.layers.ensemble_log_probabilities(logits.log_softmax(2))
+    torch.testing.assert_close(
+        -log_p.gather(1, labels[:, None])[:, 0], arrays["eval_xent_per_image"], rtol=1e-6, atol=1e-9
+    )
+    assert torch.equal(log_p.argmax(1), arrays["pred"].long())
+
+
+@settings(max_examples=60)
+@given(
+    members=st.integers(1, 3),
+    experts_each=st.integers(1, 3),
+    top_k=st.integers(1, 2),
+    images=st.integers(1, 5),
+    rows=st.integers(1, 4),
+    factor=st.sampled_from([None, 0.5, 1.0, 3.0]),
+    compiled=st.booleans(),
+)
+def test_members_route_as_routers_of_their_own(members, experts_each, top_k, images, rows, factor, compiled):
+    """And all parts together, without tiling, are the sum of such routers."""
+    top_k, num_experts = min(top_k, experts_each), members * experts_each
+    options = dict(capacity_factor=factor, capacity_multiple=1, loss_weights={"importance": 1.0, "balance": 2.0})
+    x = torch.randn(images, rows, 5)
+    tiled = x.repeat_interleave(members, 0) + 0.5 * torch.randn(images * members, rows, 5)
+    ffn = Mlp(5, 6)
+    whole = MoeMlp(
+        ffn, EnsembleRouter(5, num_experts, top_k, ensemble_size=members, **options), num_experts, "independent"
+    )
+    parts = MoeMlp(ffn, PartitionedRouter(5, num_experts, top_k, ensemble_size=members, **options), num_experts)
+    parts.load_state_dict(whole.state_dict())
+    alone = [MoeMlp(ffn, TopKRouter(5, experts_each, top_k, **options), experts_each) for _ in range(members)]
+    for member, layer in enumerate(alone):
+        own = slice(member * experts_each, (member + 1) * experts_each)
+        layer.load_state_dict({name: tensor[own] for name, tensor in whole.state_dict().items()})
+    with pytest.MonkeyPatch.context() as patch:
+        if compiled:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        expected = torch.stack([layer(tiled[member::members]) for member, layer in enumerate(alone)], 1).flatten(0, 1)
+        torch.testing.assert_close(whole(tiled), expected, rtol=1e-4, atol=1e-5)
+        losses = [layer.router.records[-1] for layer in alone]
+        mean = sum(record.weighted_loss for record in losses) / members
+        torch.testing.assert_close(whole.router.records[-1].weighted_loss, mean, rtol=1e-4, atol=1e-5)
+        assert torch.equal(whole.router.records[-1].load, torch.cat([record.load for record in losses]))
+        assert whole.router.records[-1].dropped == sum(record.dropped for record in losses)
+        torch.testing.assert_close(parts(x), sum(layer(x) for layer in alone), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40)
+@given(
+    top_k=st.integers(1, 4),
+    images=st.integers(1, 4),
+    rows=st.integers(1, 4),
+    factor=st.sampled_from([None, 0.5, 1.0]),
+    compiled=st.booleans(),
+)
+def test_heads_get_the_choices_one_by_one(top_k, images, rows, factor, compiled):
+    options = dict(capacity_factor=factor, capacity_multiple=1)
+    ffn = Mlp(5, 6)
+    summed = MoeMlp(ffn, TopKRouter(5, 4, top_k, **options), 4, "independent")
+    heads = MoeMlp(ffn, MultiHeadRouter(5, 4, top_k, **options), 4)
+    heads.load_state_dict(summed.state_dict())
+    x = torch.randn(images, rows, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        if compiled:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        y = heads(x.repeat_interleave(top_k, 0)).unflatten(0, (images, top_k))
+        torch.testing.assert_close(y.sum(1), summed(x), rtol=1e-4, atol=1e-5)
+        logits = x.flatten(0, 1) @ summed.router.weight.T
+        expert = logits.softmax(1).sort(dim=1, descending=True, stable=True).indices[None, :, :top_k]
+        capacity = summed.router._capacity(images * rows) or images * rows
+        kept = queue(expert, 4).rank_GSK < capacity
+        assert torch.equal((y.abs().sum(3) == 0).transpose(1, 2).flatten(0, 1), ~kept[0])
+
+
+def test_one_member_is_a_vmoe(images):
+    vmoe = timm.create_model("vmoe_s32", **SMALL, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, noise_std=0,
+                             aux_loss="importance")  # fmt: skip
+    pbe = ensemble(ensemble_size=1, expert_dropout=0.0, noise_std=0, aux_loss="importance")
+    pbe.load_state_dict(vmoe.state_dict())
+    torch.testing.assert_close(pbe(images)[:, 0], vmoe(images))
+    torch.testing.assert_close(timm_moe.auxiliary_loss(pbe), timm_moe.auxiliary_loss(vmoe))
+    torch.testing.assert_close(pbe.eval()(images), vmoe.eval()(images).log_softmax(1))
+
+
+def test_images_are_repeated_from_the_first_expert_block_on(images):
+    model = ensemble().eval()
+    batches = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: batches.append(output.shape[0]))
+    model(images)
+    assert list(timm_moe.moe_layers(model)) == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert batches == [6, 12, 12, 12]
+    batches.clear()
+    heads = ensemble(ensemble="multi_head", ensemble_size=2, top_k=2).eval()
+    for block in heads.blocks:
+        block.register_forward_hook(lambda module, inputs, output: batches.append(output.shape[0]))
+    heads(images)
+    assert batches == [6, 6, 6, 12]
+
+
+def test_members_differ_as_the_papers_ablations_do(images):
+    tiling = ensemble(ensemble="tiling").eval()
+    for layer in timm_moe.moe_layers(tiling).values():
+        layer.router.noise_std = 0
+    torch.testing.assert_close(*tiling.forward_members(images).unbind(1))  # without noise its members are one
+    noisy = ensemble(ensemble="tiling", noise_std=4.0).eval()
+    assert not torch.equal(*noisy.forward_members(images).unbind(1))
+    assert not torch.equal(*ensemble().eval().forward_members(images).unbind(1))
+    assert not hasattr(ensemble(ensemble="partitioning"), "forward_members")
+    assert ensemble(ensemble="partitioning")(images).shape == (6, 5)
+
+
+def train(model, images, labels, epochs, lr):
+    """Train a model on all the images, and put it in eval mode."""
+    criterion, optimizer = timm_moe.MemberLoss(nn.CrossEntropyLoss()), torch.optim.AdamW(model.parameters(), lr=lr)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(images)).split(64):
+            loss = criterion(model(images[batch]), labels[batch]) + timm_moe.auxiliary_loss(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.ci
+def test_members_are_far_more_diverse_than_those_of_tiling_alone():
+    """Fine-tuned from one V-MoE as in the paper (table 3); measured here: 0.073 and 0.011."""
+    (images, labels), (test_images, test_labels) = load_images()
+    digits = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2)
+    upstream = train(timm.create_model("vmoe_s32", num_experts=16, **digits), images, labels, 10, 4e-3)
+    divergence = {}
+    for kind in ("pbe", "tiling"):
+        model = timm.create_model("vmoe_pbe_s32", num_experts=16, ensemble=kind, **digits)
+        model.load_state_dict(upstream.state_dict())
+        train(model, images, labels, 2, 1e-3)
+        metric = PairwiseKL()
+        with torch.inference_mode():
+            metric.update(model.forward_members(test_images), test_labels)
+        divergence[kind] = metric.compute().item()
+    assert divergence["pbe"] > 0.02
+    assert divergence["pbe"] > 3 * divergence["tiling"]
+
+
+SMOOTH = torch.full((6, 5), 0.02) + 0.9 * torch.eye(5)[torch.tensor([0, 1, 2, 3, 4, 0])]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "target"),
+    [
+        (nn.CrossEntropyLoss(), torch.tensor([0, 1, 2, 3, 4, 0])),
+        (LabelSmoothingCrossEntropy(0.1), torch.tensor([0, 1, 2, 3, 4, 0])),
+        (SoftTargetCrossEntropy(), SMOOTH),
+        (BinaryCrossEntropy(), SMOOTH),
+        (BinaryCrossEntropy(smoothing=0.1), torch.tensor([0, 1, 2, 3, 4, 0])),
+        (JsdCrossEntropy(num_splits=3), torch.tensor([0, 1, 0, 1, 0, 1])),
+    ],
+    ids=["cross entropy", "smoothing", "mixup", "bce", "bce with labels", "jsd"],
+)
+def test_a_task_trains_on_the_mean_loss_of_the_members(images, criterion, target):
+    model = ensemble()
+    outputs = []
+    model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    result = ClassificationTask(model, criterion, verbose=False)(images, target)
+    expected = torch.stack([criterion(member, target) for member in outputs[0].unbind(1)]).mean()
+    torch.testing.assert_close(result["loss"] - result["auxiliary_loss"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_ensemble_is_no_student(dense_vit, images):
+    with pytest.raises(ValueError, match="LogitDistillationTask cannot train an ensemble such as EnsembleVision"):
+        LogitDistillationTask(ensemble(), Teacher(dense_vit), nn.CrossEntropyLoss(), verbose=False)
+    teacher, student = Teacher(ensemble().eval()), dense_vit.train()
+    task = LogitDistillationTask(student, teacher, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    task(images, torch.tensor([0, 1, 2, 3, 4, 0]))["loss"].backward()
+    assert dense_vit.head.weight.grad is not None
+
+
+def test_an_ensemble_has_one_class_for_each_image(images):
+    task_class = getattr(timm.task, "MultiLabelClassificationTask", None)
+    if task_class is not None:  # since timm 1.0.26
+        with pytest.raises(ValueError, match="MultiLabelClassificationTask cannot train an ensemble"):
+            task_class(ensemble(), verbose=False)
+
+
+def test_an_ensemble_as_backbone_of_another_model(images):
+    class Segmenter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = timm.create_model("vmoe_pbe_s32", features_only=True, **SMALL)
+            self.head = nn.Conv2d(32, 5, 1)
+
+        def forward(self, x):
+            return self.head(self.backbone(x)[-1])
+
+    targets = torch.randint(5, (6, 4, 4))
+    assert ClassificationTask(Segmenter(), nn.CrossEntropyLoss(), verbose=False)(images, targets)["loss"] > 0
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_without_the_blocks_of_its_members_a_model_has_none(images, prune):
+    model = ensemble().eval()
+    final, _ = model.forward_intermediates(images, indices=[0], stop_early=True)
+    assert model.forward_head(final).shape == (6, 5)
+    model.prune_intermediate_layers([0], prune_head=prune)
+    assert model(images).shape == ((6, 17, 32) if prune else (6, 5))
+    torch.testing.assert_close(model(images[:2]), model(images)[:2])
+
+
+@pytest.mark.parametrize("kind", ["pbe", "tiling"])
+def test_groups_count_images(images, kind):
+    model = ensemble(ensemble=kind, group_images=3)
+    model(images)
+    with pytest.raises(ValueError, match="group_images=3 does not divide the batch of 4 images"):
+        model(images[:4])
+
+
+def test_timm_sees_an_ordinary_classifier(images):
+    model = ensemble().eval()
+    assert model(images).shape == (6, 5)
+    torch.testing.assert_close(model.forward_head(model.forward_features(images)), model(images))
+    torch.testing.assert_close(model(images).exp().sum(1), torch.ones(6))
+    assert model.forward_head(model.forward_features(images), pre_logits=True).shape == (6, 32)
+    final, features = model.forward_intermediates(images, return_prefix_tokens=True)
+    torch.testing.assert_close(model.forward_head(final), model(images))
+    assert [(tuple(f.shape), tuple(p.shape)) for f, p in features] == [((6, 32, 4, 4), (6, 1, 32))] * 4
+    tokens = model.forward_features(images)
+    (last,) = model.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC", intermediates_only=True)
+    torch.testing.assert_close(last, tokens.unflatten(0, (6, 2)).mean(1)[:, 1:])
+    backbone = timm.create_model("vmoe_pbe_s32", features_only=True, **SMALL)
+    assert [tuple(feature.shape) for feature in backbone(images)] == [(6, 32, 4, 4)] * 3
+    model.reset_classifier(0)
+    assert model(images).shape == (6, 32)
+
+
+def test_routing_degree():
+    """ViMoE's measure: of an ensemble, the ways of all members together."""
+    assert TopKRouter(8, 6, 2).routing_degree() == 15
+    assert EnsembleRouter(8, 6, 2, ensemble_size=2).routing_degree() == 9
+    assert PartitionedRouter(8, 6, 1, ensemble_size=3).routing_degree() == 8
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_the_same(images, duplicate):
+    model = ensemble().eval()
+    torch.testing.assert_close(duplicate(model)(images), model(images))
+
+
+@pytest.mark.ci
+def test_checkpointing_and_compilation(images):
+    model = ensemble(noise_std=0, aux_loss="importance", expert_dropout=0.0)
+    expected = model(images)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(images), expected)
+    model.set_grad_checkpointing(False)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", dynamic=True)(images), expected)
+    traced = torch.jit.trace(model.eval(), images[:2])
+    for part in (images, images[:1]):  # capacities are those of the batch
+        torch.testing.assert_close(traced(part), model(part))
+
+
+def test_what_a_row_passes_through():
+    sizes = {kind: info.activated_parameters(ensemble(ensemble=kind)) for kind in ("pbe", "partitioning")}
+    expert = info.parameters_of_an_expert(next(iter(timm_moe.moe_layers(ensemble()).values())))
+    assert sizes["partitioning"] == sizes["pbe"] + 2 * expert  # in two layers, an expert of the other member too
+    degrees = {
+        kind: timm_moe.moe_layers(ensemble(ensemble=kind))["blocks.3.mlp"].router.routing_degree()
+        for kind in ("pbe", "tiling")
+    }
+    assert degrees == {"pbe": 4, "tiling": 16}
+
+
+def test_upcycled_from_a_dense_or_an_expert_checkpoint(dense_vit, images):
+    model = ensemble(top_k=2, expert_dropout=0.0, capacity_factor="none", eval_capacity_factor="none").eval()
+    model.load_state_dict(dense_vit.state_dict())  # with K = E / M a token's gates sum to 1
+    torch.testing.assert_close(model(images), dense_vit(images).log_softmax(1), rtol=1e-4, atol=1e-5)
+    vmoe = timm.create_model("vmoe_s32", **SMALL)
+    assert vmoe.state_dict().keys() == model.state_dict().keys()
+    model.load_state_dict(vmoe.state_dict())
+
+
+def test_to_dense_gives_the_stock_class(images):
+    dense = timm_moe.to_dense(ensemble()).eval()
+    assert type(dense).__name__ == "VisionTransformer"
+    assert dense(images).shape == (6, 5)
+    assert not hasattr(dense, "ensemble_size")
+
+
+def test_official_checkpoint(tmp_path):
+    expected = np.load(DATA / "vmoe" / "expected.npz")
+    imported = import_checkpoint(DATA / "vmoe" / "eee_tiny", tmp_path / "eee.safetensors")
+    assert imported.name == "vmoe_pbe_s32"
+    assert imported.kwargs["ensemble_size"] == 2
+    model = timm.create_model(
+        imported.name, **imported.kwargs, checkpoint_path=str(tmp_path / "eee.safetensors"), group_images=2
+    )
+    images = torch.from_numpy(expected["images_NHWC"]).permute(0, 3, 1, 2)
+    logits = model.eval().forward_members(images).flatten(0, 1)
+    torch.testing.assert_close(
+        logits, torch.from_numpy(expected["eee_tiny_logits_repeat_interleaved"]), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(ensemble_size=3), "num_experts=4 cannot be divided among the members of ensemble_size=3"),
+        (dict(ensemble_size=4, top_k=2), "top_k=2 exceeds the 1 experts that each of the 4 members has"),
+        (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1, got 0"),
+        (dict(ensemble="bagging"), "ensemble must be one of pbe, tiling, partitioning, multi_head, got 'bagging'"),
+        (dict(ensemble="multi_head", ensemble_size=3, top_k=2), "set top_k=3 as ensemble_size, got top_k=2"),
+        (dict(ensemble="tiling", noise_std=0, aux_loss="importance"), "ensemble='tiling' differ by noise alone"),
+        (dict(ensemble="tiling", ensemble_size=1), "ensemble='tiling' needs an ensemble_size above 1"),
+        (dict(routing_unit="image"), "members of an ensemble route tokens, so routing_unit='image' has no place here"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ensemble(**options)
+
+
+def test_a_stock_model_cannot_hold_an_ensemble(dense_vit):
+    with pytest.raises(ValueError, match="a VisionTransformer does not"):
+        timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2)
+    timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2, ensemble="partitioning")
+    with pytest.raises(ValueError, match="has the expert layers of its ensemble already"):
+        timm_moe.convert_to_moe(ensemble(), router="top_k", moe_layers="0", ensemble_size=2)
+
+
+def test_saved_model_loads(tmp_path, images):
+    model = ensemble().eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = ensemble(checkpoint_path=str(tmp_path / "model.safetensors")).eval()
+    torch.testing.assert_close(loaded(images), model(images))

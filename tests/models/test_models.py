@@ -1,0 +1,414 @@
+"""Registered names and every road by which weights reach them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from safetensors.torch import save_file
+from timm.layers import set_fused_attn
+from timm.models import create_feature_extractor, get_arch_pretrained_cfgs, save_for_hf
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
+
+import timm_moe
+
+SIZES = ("tiny", "small", "base", "large")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_take_over_every_pretrained_tag_of_their_stock_model(size):
+    stock = get_arch_pretrained_cfgs(f"vit_{size}_patch16_224")
+    ours = get_arch_pretrained_cfgs(f"vit_{size}_ewa_moe")
+    assert [cfg.tag for cfg in ours.values()] == [cfg.tag for cfg in stock.values()]
+    assert [cfg.hf_hub_id for cfg in ours.values()] == [cfg.hf_hub_id for cfg in stock.values()]
+    assert all(cfg.architecture == f"vit_{size}_ewa_moe" for cfg in ours.values())
+    assert set(timm.list_models(f"vit_{size}_ewa_moe", module="vision_transformer"))
+
+
+def test_parameter_ratio_of_the_papers_table_1():
+    # numbers.json: V-MoE-S with 8 experts in every other block is 3.25 times ViT-S, 3.2505 without routers
+    with torch.device("meta"):
+        moe = timm.create_model("vit_small_ewa_moe", num_experts=8)
+        dense = timm.create_model("vit_small_patch16_224")
+    ratio = sum(p.numel() for p in moe.parameters()) / sum(p.numel() for p in dense.parameters())
+    assert round(ratio, 4) == 3.2505
+
+
+def test_xtiny_is_the_papers_small_data_model():
+    with torch.device("meta"):
+        model = timm.create_model("vit_xtiny_ewa_moe")
+    assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71  # arXiv 2112.13492
+    assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
+    assert model.pretrained_cfg["input_size"] == (3, 32, 32)
+
+
+def test_from_scratch_experts_differ_and_the_option_makes_them_equal():
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    assert not torch.equal(model.blocks[1].mlp.fc1.weight[0], model.blocks[1].mlp.fc1.weight[1])
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, expert_init="same")
+    assert torch.equal(model.blocks[1].mlp.fc1.weight[0], model.blocks[1].mlp.fc1.weight[1])
+
+
+def test_is_a_stock_class_to_timm(ewa_vit, images):
+    assert isinstance(ewa_vit, VisionTransformer)
+    assert len(ewa_vit.forward_intermediates(images)[1]) == 4
+    features = timm.create_model("vit_tiny_ewa_moe", features_only=True, **SMALL_VIT)(images)
+    assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
+
+
+def test_feature_extraction_by_tracing_keeps_expert_layers_whole(images):
+    set_fused_attn(False)  # some pairs of timm and torch cannot trace the fused one
+    try:
+        model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    finally:
+        set_fused_attn(True)
+    assert create_feature_extractor(model, ["blocks.1"])(images)["blocks.1"].shape == (6, 17, 32)
+
+
+def test_gradient_checkpointing_repeats_the_partition(ewa_vit, images):
+    gradients = []
+    for enable in (False, True):
+        ewa_vit.set_grad_checkpointing(enable)
+        ewa_vit.zero_grad()
+        torch.manual_seed(3)
+        ewa_vit(images).square().sum().backward()
+        gradients.append(ewa_vit.blocks[1].mlp.fc1.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
+# --- every road upcycles a dense checkpoint: the model gives the dense model's outputs, every expert is a copy
+
+
+@pytest.fixture
+def dense_file(dense_vit, tmp_path):
+    save_file(dense_vit.state_dict(), tmp_path / "dense.safetensors")
+    return str(tmp_path / "dense.safetensors")
+
+
+def pretrained_overlay(file, **kwargs):
+    return timm.create_model(
+        "vit_tiny_ewa_moe", pretrained=True, pretrained_cfg_overlay=dict(file=file, **kwargs), **SMALL_VIT
+    )
+
+
+def assert_upcycled(model, dense, images):
+    assert len(timm_moe.moe_layers(model)) == 2
+    weight = model.blocks[1].mlp.fc1.weight
+    assert all(torch.equal(weight[expert], dense.blocks[1].mlp.fc1.weight) for expert in range(4))
+    assert torch.equal(model.eval()(images), dense(images))
+    torch.testing.assert_close(model.train()(images), dense(images))
+
+
+def test_road_pretrained_cfg_overlay(dense_vit, dense_file, images):
+    assert_upcycled(pretrained_overlay(dense_file, num_classes=5), dense_vit, images)
+
+
+def test_road_pretrained_path_of_train_py_resets_the_head(dense_vit, dense_file, images):
+    model = pretrained_overlay(dense_file, num_classes=-1)  # what train.py --pretrained --pretrained-path does
+    assert not torch.equal(model.head.weight, dense_vit.head.weight)
+    model.head.load_state_dict(dense_vit.head.state_dict())
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_initial_checkpoint(dense_vit, dense_file, images):
+    model = timm.create_model("vit_tiny_ewa_moe", checkpoint_path=dense_file, **SMALL_VIT)
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_train_py_checkpoint_of_a_dense_run(dense_vit, tmp_path, images):
+    torch.save({"state_dict": dense_vit.state_dict(), "epoch": 3}, tmp_path / "last.pth.tar")
+    model = timm.create_model("vit_tiny_ewa_moe", checkpoint_path=str(tmp_path / "last.pth.tar"), **SMALL_VIT)
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_state_dict_in_the_config(dense_vit, images):
+    model = timm.create_model(
+        "vit_tiny_ewa_moe",
+        pretrained=True,
+        pretrained_cfg_overlay=dict(state_dict=dense_vit.state_dict(), num_classes=5),
+        **SMALL_VIT,
+    )
+    assert_upcycled(model, dense_vit, images)
+
+
+def test_road_hub(dense_vit, tmp_path, images):
+    """``pretrained=True`` from the Hub's cache, in a process without network."""
+    repo = tmp_path / "models--timm--vit_tiny_patch16_224.augreg_in21k"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    save_file(dense_vit.state_dict(), snapshot / "model.safetensors")
+    torch.save(images, tmp_path / "images.pt")
+    code = f"""
+import timm, torch
+model = timm.create_model("vit_tiny_ewa_moe.augreg_in21k", pretrained=True, cache_dir={str(tmp_path)!r},
+    pretrained_cfg_overlay=dict(num_classes=5), **{SMALL_VIT!r})
+torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {str(tmp_path / "out.pt")!r})
+"""
+    run_python(code, HF_HUB_OFFLINE="1")
+    assert torch.equal(torch.load(tmp_path / "out.pt"), dense_vit(images))
+
+
+def test_road_local_dir_and_an_moe_checkpoint_loads_as_it_is(ewa_vit, tmp_path, images):
+    options = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=options, safe_serialization=True)
+    assert json.loads((tmp_path / "moe/config.json").read_text())["architecture"] == "vit_tiny_ewa_moe"
+    model = timm.create_model(f"local-dir:{tmp_path}/moe", pretrained=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ewa_vit.parameters(), strict=True))
+    assert torch.equal(model.eval()(images), ewa_vit.eval()(images))
+
+
+def test_resized_images_channels_and_classes_compose_with_upcycling(dense_file, dense_vit):
+    kwargs = {**SMALL_VIT, "img_size": 48, "in_chans": 1, "num_classes": 7}
+    roads = {}
+    for name in ("vit_tiny_patch16_224", "vit_tiny_ewa_moe"):
+        torch.manual_seed(0)
+        roads[name] = timm.create_model(
+            name,
+            pretrained=True,
+            pretrained_cfg_overlay=dict(file=dense_file, num_classes=5, input_size=(3, 32, 32), custom_load=False),
+            **kwargs,
+        ).eval()
+    dense, model = roads.values()
+    model.head.load_state_dict(dense.head.state_dict())
+    x = torch.randn(2, 1, 48, 48)
+    assert torch.equal(model(x), dense(x))
+
+
+def run_python(code, **env):
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- routed experts
+
+ROUTED = {
+    "vit_tiny_moe": "vit_tiny_patch16_224",
+    "vit_small_moe": "vit_small_patch16_224",
+    "vit_base_moe": "vit_base_patch16_224",
+    "vmoe_b32": "vit_base_patch32_224",
+    "vmoe_b16": "vit_base_patch16_224",
+    "vmoe_l32": "vit_large_patch32_224",
+    "vmoe_l16": "vit_large_patch16_224",
+    "vmoe_h14": "vit_huge_patch14_224",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stock"),
+    [
+        pytest.param(*pair, marks=[] if pair[0] in ("vit_tiny_moe", "vmoe_b32") else pytest.mark.ci)
+        for pair in ROUTED.items()
+    ],
+)
+def test_routed_models_have_the_weights_and_the_size_of_their_stock_model(name, stock):
+    weights = [(cfg.tag, cfg.hf_hub_id) for cfg in get_arch_pretrained_cfgs(stock).values()]
+    assert [(cfg.tag, cfg.hf_hub_id) for cfg in get_arch_pretrained_cfgs(name).values()] == weights
+    with torch.device("meta"):
+        dense, model = timm.create_model(stock), timm.create_model(name)
+    shapes = {key: value.shape for key, value in dense.state_dict().items()}
+    assert {key: value.shape for key, value in timm_moe.to_dense(model).state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "options"),
+    [
+        ("vit_small_moe", range(1, 12, 2), 4, dict(top_k=1, noise_std=0, loss_weights={"balance": 0.01})),
+        ("vmoe_s32", (5, 7), 32, {}),
+        ("vmoe_b16", (9, 11), 32, {}),
+        ("vmoe_l32", (21, 23), 32, {}),
+        ("vmoe_h14", (23, 25, 27, 29, 31), 32, {}),
+    ],
+)
+def test_routed_models_are_the_papers(name, layers, experts, options):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in layers]
+    for path, layer in timm_moe.moe_layers(model).items():
+        assert (layer.path, layer.num_experts, layer.share_rate) == (path, experts, 0)
+        defaults = dict(top_k=2, noise_std=1.0, loss_weights={"importance": 0.005, "load": 0.005})
+        router = {"capacity_factor": 1.05, "eval_capacity_factor": None, "batch_priority": False, **defaults, **options}
+        assert {option: getattr(layer.router, option) for option in router} == router
+
+
+def test_experts_of_v_moe_start_equal_and_those_of_the_naive_moe_apart():
+    naive = timm.create_model("vit_tiny_moe", **SMALL_VIT).blocks[1].mlp
+    vmoe = timm.create_model("vmoe_b32", moe_layers="1,3", **SMALL_VIT).blocks[1].mlp
+    assert not torch.equal(naive.fc1.weight[0], naive.fc1.weight[1])
+    assert torch.equal(vmoe.fc1.weight[0], vmoe.fc1.weight[31])
+    assert 0.015 < vmoe.router.weight.std() < 0.025
+
+
+@pytest.mark.parametrize("road", ["overlay", "checkpoint"])
+def test_routed_experts_are_upcycled_from_a_dense_checkpoint(dense_vit, dense_file, images, road):
+    options = dict(top_k=4, capacity_factor=None)  # with all experts chosen, the dense model's outputs
+    if road == "overlay":
+        overlay = dict(file=dense_file, num_classes=5)
+        model = timm.create_model(
+            "vit_tiny_moe", pretrained=True, pretrained_cfg_overlay=overlay, **options, **SMALL_VIT
+        )
+    else:
+        model = timm.create_model("vit_tiny_moe", checkpoint_path=dense_file, **options, **SMALL_VIT)
+    weight = model.blocks[1].mlp.fc1.weight
+    assert all(torch.equal(weight[expert], dense_vit.blocks[1].mlp.fc1.weight) for expert in range(4))
+    assert model.blocks[1].mlp.router.weight.std() > 0.01
+    torch.testing.assert_close(model.eval()(images), dense_vit(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_routed_model_is_saved_and_loaded_as_timm_does(images, tmp_path):
+    model = timm.create_model("vit_tiny_moe", num_experts=3, top_k=2, pre_logits=True, **SMALL_VIT).eval()
+    arguments = {**SMALL_VIT, "num_experts": 3, "top_k": 2, "pre_logits": True}
+    save_for_hf(model, str(tmp_path / "moe"), model_args=arguments, safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_a_routed_model_is_a_stock_class_to_timm(images):
+    set_fused_attn(False)  # some pairs of timm and torch cannot trace the fused one
+    try:
+        model = timm.create_model("vit_tiny_moe", **SMALL_VIT).eval()
+    finally:
+        set_fused_attn(True)
+    assert isinstance(model, VisionTransformer)
+    assert create_feature_extractor(model, ["blocks.1"])(images)["blocks.1"].shape == (6, 17, 32)
+    features = timm.create_model("vit_tiny_moe", features_only=True, **SMALL_VIT)(images)
+    assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
+    model.reset_classifier(3)
+    assert model(images).shape == (6, 3)
+
+
+EXPORTED = [
+    ("vit_tiny_ewa_moe", {}, False),
+    ("vit_tiny_moe", {}, False),
+    ("vimoe_s14_shared", {}, False),
+    ("widenet_b", {"routing_groups": 2}, False),
+    ("vmoe_pbe_s32", {"num_experts": 4, "eval_capacity_factor": "none"}, False),
+]
+if hasattr(torch.compiler, "is_exporting"):  # torch 2.6 can neither solve a capacity for the batch size, nor be strict
+    EXPORTED += [
+        ("vit_tiny_moe", {"top_k": 2, "eval_capacity_factor": 1.1, "batch_priority": True}, False),
+        ("vit_tiny_ewa_moe", {}, True),
+        ("vmoe_pbe_s32", {"num_experts": 4}, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "strict"),
+    [EXPORTED[1], *(pytest.param(*case, marks=pytest.mark.ci) for case in EXPORTED if case != EXPORTED[1])],
+)
+def test_exports_with_a_dynamic_batch(name, options, strict, images):
+    model = timm.create_model(name, **options, **SMALL_VIT).eval()
+    shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    exported = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=strict).module()
+    for batch in (images, images[:3]):
+        torch.testing.assert_close(exported(batch), model(batch))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vmoe_b16", "vimoe_s14_shared", "vmoe_pbe_b16", "widenet_b"])
+def test_device_and_dtype_are_those_asked_for(name, images):
+    options = {**SMALL_VIT, "num_experts": 4}
+    model = timm.create_model(name, **options, pre_logits=True, device="meta", dtype=torch.bfloat16)
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
+    model = timm.create_model(name, **options, dtype=torch.bfloat16).eval()
+    assert model(images.bfloat16()).dtype == torch.bfloat16
+
+
+def test_pre_logits():
+    model = timm.create_model("vit_tiny_moe", pre_logits=True, **SMALL_VIT).eval()
+    x = torch.randn(2, 3, 32, 32)
+    features = model.forward_head(model.forward_features(x), pre_logits=True)
+    expected = torch.tanh(model.representation.fc(model.forward_features(x)[:, 0]))
+    torch.testing.assert_close(features, expected)
+    torch.testing.assert_close(model(x), model.head(expected))
+    with pytest.raises(ValueError, match="a model with pre_logits=True cannot become one"):
+        timm_moe.to_dense(model)
+
+
+def test_checkpoints_of_another_kind_of_model_are_named():
+    routed, ewa = (timm.create_model(name, **SMALL_VIT) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
+    with pytest.raises(ValueError, match=r"experts in blocks.1.mlp are routed, the model's are not: .*router='top_k'"):
+        ewa.load_state_dict(routed.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.mlp.router.weight"):
+        routed.load_state_dict(ewa.state_dict())
+    deeper = timm.create_model("vit_tiny_moe", pre_logits=True, **SMALL_VIT)
+    with pytest.raises(ValueError, match=r"has a linear layer before its classifier: .* pre_logits=True"):
+        routed.load_state_dict(deeper.state_dict())
+    with pytest.raises(ValueError, match=r"has no linear layer before its classifier: .* pre_logits=False"):
+        deeper.load_state_dict(routed.state_dict())
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.75])
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
+def test_experts_are_decayed_and_scaled_as_the_dense_network(name, layer_decay):
+    def settings_by_name(model):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = create_optimizer_v2(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay).param_groups
+        return {
+            names[id(parameter)]: (group["weight_decay"], group.get("lr_scale"))
+            for group in groups
+            for parameter in group["params"]
+        }
+
+    dense = settings_by_name(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
+    moe = settings_by_name(timm.create_model(name, **SMALL_VIT))
+    assert {key: value for key, value in moe.items() if "router" not in key} == dense
+    for block in (1, 3):
+        weight = f"blocks.{block}.mlp.fc1.weight"
+        assert moe.get(f"blocks.{block}.mlp.router.weight", moe[weight]) == moe[weight]
+
+
+FAMILIES = ("vit_small_ewa_moe", "vit_base_moe", "vit_xtiny", "pit_xs_32_ewa_moe", "vmoe_s32", "vimoe_s14", "widenet_b")
+OTHERS = (
+    *(
+        "vit_xtiny_ewa_moe",
+        "vit_xtiny_moe",
+        "pit_xs_32",
+        "swin_tiny_patch2_window4_32",
+        "t2t_i2_32_ewa_moe",
+        "vit_be_b32",
+        "vit_mimo_b32",
+        "vmoe_mimo_s32",
+        "vmoe_b16",
+        "vimoe_s14_shared",
+    ),
+    *("swin_tiny_patch2_window4_32_ewa_moe", "vimoe_b14", "vimoe_b14_shared", "ones_b", "vmoe_pbe_s32", "vmoe_pbe_b32"),
+    *("deit_tiny_patch16_224_ewa_moe", "twins_pcpvt_small_ewa_moe"),
+)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.ci) for name in OTHERS)])
+def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
+    """At the top of config.json, where transformers looks for them too."""
+    cfg = timm.models.get_pretrained_cfg(name).to_dict()
+    config = {"architecture": name, "num_classes": 7, "pretrained_cfg": {**cfg, "num_classes": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        assert timm.create_model(f"local-dir:{tmp_path}").num_classes == 7
+        assert timm.create_model(f"local-dir:{tmp_path}", num_classes=3).num_classes == 3
+
+
+@pytest.mark.parametrize(("name", "default"), [("vimoe_s14", 1000), ("vit_xtiny_ewa_moe", 100), ("pit_xs_32", 100)])
+def test_classes_that_nobody_states(name, default):
+    with torch.device("meta"):
+        assert timm.create_model(name).num_classes == default
+        assert timm.create_model(name, num_classes=0).num_classes == 0
+        assert timm.create_model(name, pretrained_cfg_overlay={"num_classes": 7}).num_classes == 7
+        registered = timm.models.get_pretrained_cfg(name)
+        assert timm.create_model(name, pretrained_cfg=registered).num_classes == default
+        headless = {**registered.to_dict(), "num_classes": 0, "source": "local-dir"}  # as of a folder
+        assert timm.create_model(name, pretrained_cfg=headless).num_classes == 0
+
+
+def test_the_short_and_the_long_name_are_one_model():
+    names = ("vit_tiny_ewa_moe", "vit_tiny_patch16_224_ewa_moe")
+    short, long = (timm.create_model(name, **SMALL_VIT) for name in names)
+    assert type(short) is type(long)
+    long.load_state_dict(short.state_dict())
+    assert type(timm_moe.to_dense(long)) is type(timm_moe.to_dense(short)) is timm.models.VisionTransformer

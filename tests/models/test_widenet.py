@@ -1,0 +1,358 @@
+"""WideNet: what its blocks share is held once, through training, saving and copying; groups of blocks; balance loss."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from timm.optim import create_optimizer_v2, param_groups_layer_decay
+from timm.utils import ModelEmaV3
+from torch import nn
+
+import timm_moe
+from timm_moe.layers import TopKRouter
+from timm_moe.layers.losses import balance_loss
+from timm_moe.papers.norms import norm_divergence
+from timm_moe_cli import main
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2, num_classes=5)
+
+
+def widenet(**options):
+    return timm.create_model("widenet_b", **{**SMALL, **options})
+
+
+def test_balance_loss_matches_the_golden_file(golden, monkeypatch):
+    for index in range(4):
+        case = {
+            k.removeprefix(f"b{index}_"): v for k, v in golden("balance_loss").items() if k.startswith(f"b{index}_")
+        }
+        tokens, num_experts = case["logits"].shape
+        router = TopKRouter(
+            num_experts, num_experts, int(case["K"]), noise_std=1.0, loss_weights={"balance_top_k": 1.0}
+        ).double()
+        router.weight.data = torch.eye(num_experts).double()
+        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case["eps"]: eps.view_as(x))
+        router(case["logits"].double().view(tokens, 1, num_experts))
+        torch.testing.assert_close(router.records[0].weighted_loss, case["loss_official"].double(), rtol=1e-6, atol=0)
+
+
+def test_balance_loss_at_its_extremes():
+    uniform = torch.full((1, 8, 4), 0.25)
+    spread = torch.arange(8).view(1, 8, 1) % 4
+    torch.testing.assert_close(balance_loss(uniform, spread), torch.ones(1))
+    torch.testing.assert_close(balance_loss(uniform, torch.cat([spread, (spread + 1) % 4], 2)), torch.ones(1))
+    collapsed = torch.tensor([1.0, 0, 0, 0]).expand(1, 8, 4)
+    torch.testing.assert_close(balance_loss(collapsed, torch.zeros(1, 8, 1, dtype=torch.long)), torch.full((1,), 4.0))
+
+
+def test_blocks_share_all_but_their_norms(images):
+    model = widenet()
+    names = [name for name, _ in model.named_parameters() if name.startswith("blocks.")]
+    assert [name for name in names if not name.startswith("blocks.0.")] == [
+        f"blocks.{block}.{norm}.{part}"
+        for block in (1, 2, 3)
+        for norm in ("norm1", "norm2")
+        for part in ("weight", "bias")
+    ]
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    assert list(timm_moe.moe_layers(model)) == ["blocks.0.mlp"]
+    calls = []
+    model.blocks[0].mlp.register_forward_hook(lambda *args: calls.append("mlp"))
+    model.blocks[0].attn.register_forward_hook(lambda *args: calls.append("attn"))
+    model(images)
+    assert calls == ["attn", "mlp"] * 4
+
+
+def test_gradients_add_up_over_the_blocks(images):
+    """The gradient of what is shared is the sum of those of blocks with equal weights of their own."""
+    torch.manual_seed(0)
+    shared = widenet(num_experts=0)
+    own = timm.create_model("vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL)
+    weights = shared.state_dict()
+    own.load_state_dict(
+        {name: weights.get(name, weights.get("blocks.0." + name.split(".", 2)[-1])) for name in own.state_dict()}
+    )
+    for model in (shared, own):
+        model(images).square().sum().backward()
+    for name in ("attn.qkv.weight", "mlp.fc1.weight", "mlp.fc2.bias"):
+        total = sum(block.get_parameter(name).grad for block in own.blocks)
+        torch.testing.assert_close(shared.blocks[0].get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_are_summed_over_the_blocks(images):
+    model = widenet()
+    terms = []
+    model.blocks[0].mlp.router.register_forward_hook(lambda router, *args: terms.append(router.records[-1]))
+    model(images)
+    assert len(terms) == 4
+    torch.testing.assert_close(
+        timm_moe.auxiliary_loss(model), 0.01 * sum(record.losses["balance_top_k"] for record in terms)
+    )
+    assert 4 * 0.01 <= timm_moe.auxiliary_loss(model) < 4 * 0.02
+
+
+def test_capacity_is_rounded_down(images):
+    router = widenet().blocks[0].mlp.router
+    assert router._capacity(197 * 3) == math.floor(197 * 3 * 1.2 * 2 / 4)
+    assert router.eval()._capacity(197 * 3) is None
+
+
+def test_a_group_routes_once(images):
+    model = widenet(routing_groups=2)
+    assert list(timm_moe.moe_layers(model)) == ["blocks.0.0.mlp"]
+    calls = []
+    model.blocks[0][0].mlp.router.register_forward_hook(lambda *args: calls.append(1))
+    model(images)
+    assert len(calls) == 2
+    assert len(model.blocks[0][0].mlp.router.records) == 2
+
+
+def test_as_many_groups_as_blocks_are_no_groups(images):
+    plain, grouped = widenet(num_experts=4).eval(), widenet(routing_groups=4).eval()
+    assert len(plain.state_dict()) == len(grouped.state_dict())
+    grouped.load_state_dict({_grouped(k): v for k, v in plain.state_dict().items()})
+    torch.testing.assert_close(grouped(images), plain(images))
+    calls = []
+    plain, grouped = widenet(shared_expert=True).eval(), widenet(shared_expert=True, routing_groups=4).eval()
+    grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
+    grouped.blocks[0][0].mlp.register_forward_hook(lambda *args: calls.append(1))
+    torch.testing.assert_close(grouped(images), plain(images))
+    assert len(calls) == 4
+    one_choice, one_group = (
+        widenet(num_experts=1, top_k=1).eval(),
+        widenet(num_experts=1, top_k=1, routing_groups=1).eval(),
+    )
+    state = {_grouped(name, size=4): value for name, value in one_choice.state_dict().items()}
+    one_group.load_state_dict(state)
+    torch.testing.assert_close(one_group(images), one_choice(images))
+
+
+def _grouped(name, size=1):
+    """The name of a block's parameter in a model with groups of ``size`` blocks."""
+    parts = name.split(".")
+    if parts[0] != "blocks":
+        return name
+    block = int(parts[1])
+    return ".".join(["blocks", str(block // size), str(block % size), *parts[2:]])
+
+
+def test_official_compatibility_has_a_constant_class_token(images):
+    model = widenet(official_compat=True)
+    assert model.pos_embed.shape[1] == 17
+    assert "cls_token" not in dict(model.named_parameters())
+    assert not model.cls_token.any()
+    assert "representation.fc.weight" in model.state_dict()
+    tokens = model.eval().forward_features(images)
+    pooled = torch.tanh(model.representation.fc(tokens.mean(1)))
+    torch.testing.assert_close(model(images), model.head(pooled))
+
+
+def test_the_constant_class_token_survives_the_meta_device(images):
+    model = widenet(official_compat=True).eval()
+    with torch.device("meta"):
+        empty = widenet(official_compat=True).eval()
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    torch.testing.assert_close(empty(images), model(images))
+    model.cls_token.data += 1
+    model.init_weights()
+    assert not model.cls_token.any()
+
+
+def test_shared_norms(images):
+    model = widenet(shared_norm=True)
+    assert not [name for name in model.state_dict() if name.startswith("blocks.1.")]
+    model(images).sum().backward()
+    assert model.blocks[0].norm1.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"num_experts": 0}, {"official_compat": True}]
+)
+def test_saved_and_copied(tmp_path, images, options):
+    model = widenet(**options).eval()
+    expected = model(images)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = widenet(**options, checkpoint_path=str(tmp_path / "model.safetensors")).eval()
+    torch.testing.assert_close(loaded(images), expected, rtol=0, atol=0)
+    save_for_hf(model, str(tmp_path / "hub"), model_args={**SMALL, **options}, safe_serialization=True)
+    assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(model.state_dict())
+    from_folder = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
+    torch.testing.assert_close(from_folder(images), expected, rtol=0, atol=0)
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(duplicate.state_dict()) == list(model.state_dict())
+        torch.testing.assert_close(duplicate(images), expected, rtol=0, atol=0)
+
+
+def test_weight_average_moves_every_tensor_once():
+    model = widenet()
+    ema = ModelEmaV3(model, decay=0.5)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    ema.update(model)
+    for name, value in ema.module.state_dict().items():
+        torch.testing.assert_close(value, before[name] + 0.5)
+
+
+def test_layer_decay_counts_what_is_shared_to_the_last_block():
+    model = widenet()
+    scales = {}
+    for group in param_groups_layer_decay(
+        model, weight_decay=0.1, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay()
+    ):
+        for parameter in group["params"]:
+            scales[id(parameter)] = (group["lr_scale"], group["weight_decay"])
+    named = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
+    assert named["blocks.0.mlp.fc1.weight"] == named["blocks.0.attn.qkv.weight"]
+    assert named["blocks.0.mlp.fc1.weight"][0] == named["blocks.3.norm1.weight"][0]
+    assert named["blocks.0.norm1.weight"][0] < named["blocks.3.norm1.weight"][0]
+    assert named["blocks.0.mlp.fc1.bias"][1] == 0
+
+
+def test_layer_decay_with_groups():
+    model = widenet(routing_groups=2)
+    groups = param_groups_layer_decay(model, layer_decay=0.5)
+    scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    named = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
+    assert named["blocks.0.0.mlp.fc1.weight"] == named["blocks.1.1.norm1.weight"]
+    assert named["blocks.0.0.norm1.weight"] == named["blocks.0.1.norm1.weight"] < named["blocks.1.0.norm1.weight"]
+
+
+@pytest.mark.ci
+def test_trained_checkpointed_and_compiled(images):
+    model = widenet(noise_std=0)
+    expected = model(images)
+    model.set_grad_checkpointing()
+    checkpointed = model(images)
+    torch.testing.assert_close(checkpointed, expected)
+    (checkpointed.sum() + timm_moe.auxiliary_loss(model)).backward()
+    model.set_grad_checkpointing(False)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
+    assert timm_moe.auxiliary_loss(model) > 0
+    optimizer = create_optimizer_v2(model, opt="lamb", lr=0.01, weight_decay=0.1)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    optimizer.step()
+
+
+def test_drop_path_grows_with_the_block():
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in widenet(drop_path_rate=0.3).blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_features(images):
+    model = widenet(num_experts=2).eval()
+    _, features = model.forward_intermediates(images)
+    assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 4
+    backbone = timm.create_model("widenet_b", features_only=True, **SMALL)
+    assert [tuple(feature.shape) for feature in backbone(images)] == [(6, 32, 4, 4)] * 3
+    grouped = timm.create_model("widenet_b", features_only=True, routing_groups=2, out_indices=(0, 1), **SMALL)
+    assert [tuple(feature.shape) for feature in grouped(images)] == [(6, 32, 4, 4)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"official_compat": True}])
+def test_to_dense_is_the_model_without_experts(tmp_path, images, options):
+    model = widenet(**options).eval()
+    dense = timm_moe.to_dense(model).eval()
+    kept = {name: value for name, value in options.items() if name != "routing_groups"}
+    fresh = widenet(num_experts=0, **kept).eval()
+    assert type(dense) is type(fresh)
+    fresh.load_state_dict(dense.state_dict())
+    torch.testing.assert_close(fresh(images), dense(images))
+    upcycled = widenet(**kept, num_experts=2, capacity_factor="none").eval()
+    upcycled.load_state_dict(dense.state_dict())  # with K = E the gates sum to 1
+    torch.testing.assert_close(upcycled(images), dense(images), rtol=1e-4, atol=1e-5)
+    export = timm_moe.export_dense(model, tmp_path / "dense")
+    torch.testing.assert_close(
+        timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()(images), dense(images)
+    )
+
+
+def test_a_checkpoint_with_own_weights_is_refused():
+    own = timm.create_model("vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL)
+    with pytest.raises(
+        ValueError, match=r"weights of its own in blocks\.1\..*, which this model shares with blocks\.0"
+    ):
+        widenet().load_state_dict(own.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(routing_groups=3), "routing_groups must be an integer that divides the 4 blocks, got 3"),
+        (dict(routing_groups=0), "routing_groups must be an integer that divides the 4 blocks, got 0"),
+        (dict(official_compat="yes"), "official_compat must be True or False, got 'yes'"),
+        (dict(shared_norm="false"), "shared_norm must be True or False, got 'false'"),
+        (dict(zero_class_token=True), "zero_class_token needs a class token"),
+        (dict(moe_layers="last-2"), "one expert layer, which stands in every block, so it has no moe_layers"),
+        (dict(num_experts=0, top_k=1), "top_k is an option of experts, which widenet_b has not"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        widenet(**options)
+
+
+def slow_divergence(blocks):
+    """Equation 9, term by term."""
+    width = len(blocks[0])
+    return [
+        sum(abs(own[i] - x) for j, own in enumerate(blocks) for n, other in enumerate(blocks) if n != j for x in other)
+        / (width * len(blocks) ** 2)
+        for i in range(width)
+    ]
+
+
+@settings(max_examples=40)
+@given(blocks=st.integers(2, 4), width=st.integers(1, 5), groups=st.booleans(), data=st.data())
+def test_the_divergence_of_norms_is_equation_9(blocks, width, groups, data):
+    scale = st.sampled_from([-1.5, 0.0, 0.25, 1.0, 3.0])  # equal ones too
+    values = data.draw(st.lists(st.lists(scale, min_size=width, max_size=width), min_size=blocks, max_size=blocks))
+    made = [nn.ModuleDict({"norm2": nn.LayerNorm(width)}) for _ in range(blocks)]
+    for block, row in zip(made, values, strict=True):
+        block["norm2"].weight.data = torch.tensor(row)
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(*made)) if groups else nn.Sequential(*made)})
+    divergence = norm_divergence(model)
+    assert list(divergence) == ["norm2.weight", "norm2.bias"]
+    assert divergence["norm2.weight"].tolist() == pytest.approx(slow_divergence(values), abs=1e-12)
+    assert divergence["norm2.bias"].tolist() == [0] * width
+
+
+def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
+    names = ("ones_h", "vit_tiny_patch16_224")  # a ViT, which the paper compares with, has no experts at all
+    for index, made in enumerate(timm.create_model(name, **SMALL) for name in names):
+        for name, parameter in made.named_parameters():
+            if "norm" in name:
+                nn.init.normal_(parameter, std=0.1 * (index + 1))
+        save_for_hf(made, str(tmp_path / str(index)), safe_serialization=True)
+        assert main(["info", str(tmp_path / str(index))]) == 0
+        expected = norm_divergence(made)
+        blocks = [norm.weight.tolist() for name, norm in made.named_modules() if name.endswith("norm2")]
+        assert expected["norm2.weight"].tolist() == pytest.approx(slow_divergence(blocks))
+        told = ", ".join(f"{name} {value.mean():.4g}" for name, value in expected.items())
+        assert f"LayerNorm divergence   {told} (WideNet, eq. 9)\n" in capsys.readouterr().out
+    shared = timm.create_model("ones_h", shared_norm=True, **SMALL)
+    save_for_hf(shared, str(tmp_path / "shared"), safe_serialization=True)
+    assert main(["info", str(tmp_path / "shared")]) == 0
+    assert main(["info", "vit_xtiny"]) == 0  # without weights
+    assert "eq. 9" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("widenet_b", {**SMALL, "shared_norm": True}, "The blocks of this WideNet share their norm1"),
+        ("resnet18", {}, "This ResNet has no blocks with layer norms"),
+        ("vit_tiny_patch16_224", {**SMALL, "depth": 1}, "This VisionTransformer has no blocks with layer norms"),
+    ],
+)
+def test_norms_that_cannot_be_compared(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        norm_divergence(timm.create_model(name, **options))

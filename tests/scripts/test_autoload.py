@@ -1,0 +1,235 @@
+"""timm's scripts find the package by themselves, and a broken installation of it breaks nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from common import ROOT
+from processes import run_code
+
+HERE = Path(__file__).parent
+#: What timm imports before its own modules; forked processes have it, and so the hook, but nothing of timm.
+BEFORE_TIMM = ("torch", "torchvision", "huggingface_hub", "safetensors.torch", "yaml", "torch.utils.flop_counter")
+
+
+def run(code, *path):
+    """Run Python in a process that has imported torch, with folders put before the installed packages."""
+    return run_code(code, cwd=HERE, modules=BEFORE_TIMM, **_search(path))
+
+
+def run_anew(code, *path, **env):
+    """Run Python in a process that has imported nothing."""
+    env = {**os.environ, **_search(path), **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=HERE)
+
+
+def _search(path):
+    folders = [str(folder) for folder in path] + [os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(folders).strip(os.pathsep)}
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param("import torch, timm", marks=pytest.mark.ci),
+        pytest.param("import timm", marks=pytest.mark.ci),
+        pytest.param("from timm import utils", marks=pytest.mark.ci),
+        "import torch\nfrom timm.models import create_model",
+    ],
+)
+def test_models_are_there_whatever_is_imported_first(imports):
+    done = run(f"{imports}\nimport timm\nassert timm.is_model('vit_small_ewa_moe')")
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_imported_after_timm_are_the_hooked_ones():
+    done = run("import torch\nfrom timm.scheduler import create_scheduler_v2 as create\nassert create.__wrapped__")
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_torch_alone_imports_nothing_of_the_package():
+    code = "import sys, torch\nassert 'timm_moe_autoload' in sys.modules\nassert 'timm_moe' not in sys.modules"
+    done = run_anew(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "switch", ["TIMM_MOE_AUTOLOAD", pytest.param("TORCH_DEVICE_BACKEND_AUTOLOAD", marks=pytest.mark.ci)]
+)
+def test_can_be_switched_off(switch):
+    done = run_anew("import torch, timm\nassert not timm.is_model('vit_small_ewa_moe')", **{switch: "0"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def installation(tmp_path):
+    """An installation of its own, to be damaged; it comes before the real one."""
+    shutil.copytree(ROOT / "timm_moe", tmp_path / "timm_moe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "timm_moe_autoload.py", tmp_path)
+    metadata = tmp_path / "timm_moe-9.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: timm_moe\nVersion: 9.9\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\ntimm_moe = timm_moe_autoload:autoload\n")
+    return tmp_path
+
+
+DAMAGES = {
+    "syntax error": lambda package: (package / "convert/convert.py").write_text("def"),
+    "module emptied": lambda package: (package / "convert/convert.py").write_text(""),
+    "raises at import": lambda package: (package / "__init__.py").write_text("raise RuntimeError('broken')"),
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["syntax error", *(pytest.param(name, marks=pytest.mark.ci) for name in DAMAGES if name != "syntax error")],
+)
+def test_a_broken_installation_breaks_neither_torch_nor_timm(installation, damage):
+    DAMAGES[damage](installation / "timm_moe")
+    done = run_anew("import torch; print('torch')", installation)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "torch\n", "")
+    done = run("import timm; print(timm.is_model('vit_small_patch16_224'))", installation)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+    assert "timm_moe could not be loaded, its models are missing" in done.stderr
+
+
+NO_PACKAGE = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "timm_moe":
+            raise ModuleNotFoundError("No module named 'timm_moe'")
+sys.meta_path.insert(0, Missing())
+import timm
+print(timm.is_model("vit_small_patch16_224"))
+"""
+
+
+def test_only_the_autoload_module_left():
+    """The package's folder is gone, its entry point is not."""
+    done = run(NO_PACKAGE)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+    assert "timm_moe could not be loaded" in done.stderr
+
+
+def test_a_probe_for_timm_models_does_not_use_the_hook_up():
+    code = """
+import sys, torch, importlib.util
+for finder in list(sys.meta_path):
+    if type(finder).__name__ == "_ImportAfter":
+        finder.find_spec("timm.models")
+import timm
+assert timm.is_model("vit_small_ewa_moe")
+assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_ImportAfter"]
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+#: As timm 1.0.22, which has no tasks.
+OLD_TIMM = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "timm.task":
+            raise ModuleNotFoundError("No module named 'timm.task'", name="timm.task")
+sys.meta_path.insert(0, Missing())
+"""
+#: Nothing of ours may be there: no name in the registry, nothing wrapped, no hook in any optimizer.
+UNTOUCHED = """
+import sys, timm, timm.optim, timm.scheduler, timm.utils, torch
+assert not [name for name in timm.list_models() if "moe" in name or name.startswith(("vit_xtiny", "pit_xs_32"))]
+functions = (timm.optim.create_optimizer_v2, timm.scheduler.create_scheduler_v2, timm.utils.adaptive_clip_grad,
+             timm.utils.clip_grad.adaptive_clip_grad, timm.scheduler.scheduler.Scheduler.step,
+             timm.scheduler.PlateauLRScheduler.step_update)
+assert not [function for function in functions if hasattr(function, "__wrapped__")]
+assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+"""
+IMPORT_FAILS = """
+for attempt in range(2):
+    try:
+        import timm_moe
+    except {error} as error:
+        print(error)
+    else:
+        raise SystemExit("imported")
+"""
+
+
+@pytest.mark.parametrize("switch", [pytest.param("0", marks=pytest.mark.ci), "1"])
+def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
+    import timm
+
+    attempts = IMPORT_FAILS.format(error="ImportError")
+    start = run if switch == "1" else partial(run_anew, TIMM_MOE_AUTOLOAD="0")
+    done = start(OLD_TIMM + "import timm\n" + UNTOUCHED + attempts + UNTOUCHED)
+    assert done.returncode == 0, done.stderr
+    sentence = f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
+    assert done.stdout == f"{sentence}\n" * 2
+    told = f"timm_moe could not be loaded, its models are missing: ImportError: {sentence}"
+    assert done.stderr.count(told) == int(switch)
+
+
+#: A line to break, among the hooks or in the models.
+LATE_FAILURES = {
+    "hooks": ("integrations/timm.py", "    for hook in (averaging.before_step", "    raise RuntimeError('broken')\n"),
+    "models": ("models/mixin.py", "class MoeMixin", "raise RuntimeError('broken')\n"),
+}
+
+
+@pytest.mark.parametrize("where", ["hooks", pytest.param("models", marks=pytest.mark.ci)])
+def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
+    file, line, broken = LATE_FAILURES[where]
+    path = installation / "timm_moe" / file
+    source = path.read_text()
+    assert source.count(line) == 1
+    path.write_text(source.replace(line, broken + line))
+    code = "import timm\n" + UNTOUCHED + IMPORT_FAILS.format(error="RuntimeError") + UNTOUCHED
+    done = run(code, installation)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "broken\n" * 2
+    assert "timm_moe could not be loaded, its models are missing: RuntimeError: broken" in done.stderr
+
+
+def test_a_model_registered_before_a_failure_is_not_built(installation):
+    """timm cannot forget a name, so what came before the failure must not train without its averaging."""
+    path = installation / "timm_moe/models/widenet.py"
+    path.write_text("raise RuntimeError('broken')\n")
+    code = """
+import timm, timm.optim
+assert not hasattr(timm.optim.create_optimizer_v2, "__wrapped__")
+for name in timm.list_models("*moe*"):
+    try:
+        timm.create_model(name)
+    except ImportError as error:
+        assert "timm_moe could not be loaded" in str(error), error
+    else:
+        raise SystemExit(name)
+    break
+"""
+    done = run(code, installation)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installing_twice_wraps_once():
+    code = """
+import sys, timm, timm_moe, timm.scheduler, torch
+from timm_moe.integrations import timm as timm_hooks
+hooks = list(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)
+timm_hooks.install()
+assert not hasattr(timm.scheduler.create_scheduler_v2.__wrapped__, "__wrapped__")
+assert not hasattr(timm.scheduler.scheduler.Scheduler.step.__wrapped__, "__wrapped__")
+assert list(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks) == hooks
+timm_hooks.uninstall()
+assert not hasattr(timm.scheduler.create_scheduler_v2, "__wrapped__")
+assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+timm_hooks.install()
+assert not hasattr(timm.scheduler.create_scheduler_v2.__wrapped__, "__wrapped__")
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr

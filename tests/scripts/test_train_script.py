@@ -1,0 +1,392 @@
+"""timm's own train.py and validate.py, unmodified, on a folder of images.
+
+They are not in timm's wheel: set TIMM_SCRIPTS to a folder that holds copies of them (and is not a clone of timm, which
+Python would import instead of the installed one).
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from common import ROOT
+from processes import run_script
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+from train_script import SCRIPTS, image_folder, needs_scripts, script, summary, train
+
+import timm_moe
+from timm_moe.analysis import data
+from timm_moe.analysis.evaluation import evaluate
+from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.training.epoch_log import read_epochs
+from timm_moe_cli import main
+
+pytestmark = needs_scripts
+
+
+def longer(*values):
+    """One more of what the default suite has already: only `.ci/run` has it."""
+    return pytest.param(*values, marks=pytest.mark.ci)
+
+
+#: With 16 patches an image: a step takes a third of the time that it does with the 64 of the registered models.
+XTINY = ["--model", "vit_xtiny_ewa_moe", "--num-classes", "3", "--model-kwargs", "patch_size=8"]
+ROUTED = ["--model", "vit_xtiny_moe", "--num-classes", "3", "--model-kwargs", "patch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
+
+
+def top1(output):
+    return re.findall(r"\* Acc@1 ([\d.]+)", output)[-1]
+
+
+@pytest.fixture(scope="module")
+def run(images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(folder, images, *XTINY, "--experiment", "a")
+
+
+def test_trains_with_averaging_and_says_so_once(run):
+    folder, log = run
+    assert log.count("EWA") == 1
+    assert "EWA: averaging the 4 experts of 4 layers after every optimizer step, share rate 0.3, schedule linear" in log
+    checkpoint = torch.load(folder / "output/train/a/last.pth.tar", weights_only=False)
+    assert checkpoint["optimizer"]["param_groups"][0]["ewa_updates"] == 12
+
+
+def test_a_file_beside_the_summary_tells_of_the_experts_in_each_epoch(run, images):
+    """Also of a run that is resumed in the same folder."""
+    folder, log = run
+    epochs = read_epochs(folder / "output/train/a")
+    assert [entry["epoch"] for entry in epochs] == [0, 1]
+    assert epochs[0]["share_rate"] < epochs[1]["share_rate"] <= 0.3
+    assert list(epochs[0]["layers"]) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
+    assert 0 < epochs[1]["layers"]["blocks.1.mlp"]["spread"] < epochs[0]["layers"]["blocks.1.mlp"]["spread"] < 2
+    assert "is not in" not in log
+
+
+def test_the_exported_model_scores_what_training_and_validation_measured(run, images, tmp_path):
+    folder, _ = run
+    checkpoint = folder / "output/train/a/last.pth.tar"
+    export = timm_moe.export_dense(checkpoint, tmp_path / "vit")
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    expert = script("validate.py", tmp_path, *XTINY, "--checkpoint", checkpoint, *common)
+    stock = script(
+        "validate.py", tmp_path, "--model", f"local-dir:{export.path}", "--pretrained", *common, autoload="0"
+    )
+    last = summary(folder / "output/train/a")[-1]
+    assert top1(expert) == top1(stock) == f"{float(last['eval_top1']):.3f}"
+    assert float(last["eval_top1"]) > 60  # three colors are easily told apart
+
+
+def test_the_model_card_says_what_train_py_measured(run):
+    folder, _ = run
+    card = timm_moe.push_dense(folder / "output/train/a/checkpoint-0.pth.tar", "user/vit", dry_run=True).card
+    assert f"| top-1 accuracy (%) | {float(summary(folder / 'output/train/a')[0]['eval_top1']):.6g} |" in card
+    assert "| epochs | `2` |" in card
+
+
+def test_resume_goes_on_where_it_stopped(run, images):
+    folder, _ = run
+    checkpoint = folder / "output/train/a/checkpoint-0.pth.tar"
+    log = train(folder, images, *XTINY, "--experiment", "b", "--resume", checkpoint)
+    assert "over 12 updates, continuing after update 6." in log
+    assert [row["epoch"] for row in summary(folder / "output/train/b")] == ["1"]
+    state = torch.load(folder / "output/train/b/last.pth.tar", weights_only=False)["optimizer"]
+    assert state["param_groups"][0]["ewa_updates"] == 12
+    log = train(folder, images, *XTINY, "--experiment", "c", "--resume", checkpoint, "--no-resume-opt")
+    assert "the share rate continues after update 6 of 12" in log
+    state = torch.load(folder / "output/train/c/last.pth.tar", weights_only=False)["optimizer"]
+    assert state["param_groups"][0]["ewa_updates"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sched", "step", "--decay-epochs", "100"], "over 6 updates."),
+        (["--grad-accum-steps", "4"], "over 2 updates."),
+        longer(["--opt", "lookahead_adamw", "--clip-grad", "1"], "over 6 updates."),
+        longer(["--clip-grad", "0.01", "--clip-mode", "agc"], "over 6 updates."),
+        longer(["--model-ema", "--amp", "--amp-dtype", "bfloat16"], "over 6 updates."),
+        (
+            ["--model-kwargs", "share_rate=0.5", "share_schedule=early", "num_experts=3"],
+            "share rate 0.5, schedule early",
+        ),
+        longer(["--mixup", "0.8", "--cutmix", "1", "--bce-loss", "--sched-on-updates"], "over 6 updates."),
+    ],
+)
+def test_options_of_train_py(images, tmp_path, options, message):
+    log = train(tmp_path, images, *XTINY, *options, epochs=1)
+    assert log.count("EWA: averaging") == 1
+    assert message in log
+
+
+def test_device_modules_says_it_explicitly(images, tmp_path):
+    log = train(tmp_path, images, *XTINY, "--device-modules", "timm_moe", epochs=1, autoload="0")
+    assert log.count("EWA: averaging") == 1
+
+
+def test_upcycling_from_the_command_line(images, tmp_path):
+    """--pretrained-path and --initial-checkpoint take a dense checkpoint of the stock model."""
+    dense = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=3, img_size=32, patch_size=8, depth=9, num_heads=12, mlp_ratio=2
+    )
+    torch.save({"state_dict": dense.state_dict()}, tmp_path / "dense.pth")
+    for road in (["--pretrained", "--pretrained-path"], ["--initial-checkpoint"]):
+        log = train(tmp_path, images, *XTINY, *road, tmp_path / "dense.pth", epochs=1)
+        assert log.count("EWA: averaging") == 1
+
+
+def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path):
+    """The README's first command: weights come from the Hub's cache, since tests have no network."""
+    repo = tmp_path / "cache" / "models--timm--vit_small_patch16_224.augreg_in21k_ft_in1k"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    save_file(timm.create_model("vit_small_patch16_224").state_dict(), snapshot / "model.safetensors")
+    images = image_folder(tmp_path / "images", {"train": 3, "validation": 1})
+    short = ("--epochs", 1, "-b", 3, "-j", 1, "--device", "cpu")
+    hub = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    log = script(
+        "train.py", tmp_path, "--model", "vit_small_ewa_moe", "--data-dir", images, "--pretrained", *short, **hub
+    )
+    assert "Loading pretrained weights from Hugging Face hub" in log
+    assert log.count("EWA: averaging the 4 experts of 6 layers") == 1
+
+
+# --- routed experts: the routers' losses join train.py's, and the log tells of the routing
+
+
+def routing_lines(log):
+    """Layer and balance loss of each line."""
+    return re.findall(
+        r"Routing in (blocks\.\d+\.mlp): balance loss ([\d.]+), dropped [\d.]+%, share of an expert min/mean/max", log
+    )
+
+
+def test_routed_experts_train_and_validate_and_each_epoch_tells_of_the_routing(images, tmp_path):
+    log = train(tmp_path, images, *ROUTED, "--experiment", "a", epochs=3)
+    assert [layer for layer, _ in routing_lines(log)] == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)] * 3
+    assert "EWA" not in log
+    last = summary(tmp_path / "output/train/a")[-1]
+    assert float(last["eval_top1"]) > 60
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    assert top1(script("validate.py", tmp_path, *ROUTED, "--checkpoint", checkpoint, *common)) == (
+        f"{float(last['eval_top1']):.3f}"
+    )
+    log = train(tmp_path, images, *ROUTED, "--experiment", "b", "--resume", checkpoint, epochs=4)
+    assert len(routing_lines(log)) == 4
+
+
+def test_the_routers_losses_are_in_the_loss_that_train_py_logs(images, tmp_path):
+    first = {}
+    for weight in (0, 10):
+        log = train(tmp_path, images, *ROUTED, "--model-kwargs", f"aux_loss_weight={weight}", epochs=1)
+        first[weight] = float(re.search(r"Loss: ([\d.]+)", log)[1])
+    assert first[10] - first[0] > 4 * 10 * 0.9  # four layers, each with a balance loss of about 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--grad-accum-steps", "4", "--clip-grad", "1"],
+        ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
+        longer(["--amp", "--amp-dtype", "bfloat16", "--model-ema"]),
+        longer(["--mixup", "0.8", "--cutmix", "1", "--bce-loss"]),
+        longer(["--grad-checkpointing", "--smoothing", "0.1"]),
+        longer(["--torchcompile", "aot_eager"]),
+    ],
+)
+def test_options_of_train_py_with_routed_experts(images, tmp_path, options):
+    log = train(tmp_path, images, *ROUTED, *options, epochs=1)
+    assert len(routing_lines(log)) == 4
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """Options of train.py for a small teacher."""
+    arguments = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
+    save_for_hf(model, str(tmp_path / "teacher"), model_args=arguments, safe_serialization=True)
+    return ["--kd-model-name", f"local-dir:{tmp_path / 'teacher'}"]
+
+
+def test_distillation_into_routed_experts(images, tmp_path, teacher):
+    log = train(tmp_path, images, *ROUTED, *teacher, "--task-loss-weight", "0.5", epochs=1)
+    assert len(routing_lines(log)) == 4
+
+
+def test_early_ewa(images, tmp_path):
+    log = train(tmp_path, images, *ROUTED, "--model-kwargs", "share_schedule=early")
+    assert "averaging the 4 experts of 4 layers after every optimizer step, share rate 0.3, schedule early" in log
+    assert len(routing_lines(log)) == 8
+
+
+def test_v_moe_from_the_command_line(images, tmp_path):
+    size = ["img_size=32", "patch_size=8", "embed_dim=32", "depth=4", "num_heads=2"]
+    options = [*size, "num_experts=6", "group_images=4"]
+    arguments = ["--model", "vmoe_s32", "--img-size", 32, "--num-classes", 3, "--model-kwargs", *options]
+    log = train(tmp_path, images, *arguments, "--opt", "sgd", epochs=1)
+    assert (
+        len(re.findall(r"Routing in blocks.[13].mlp: importance loss [\d.e-]+, load loss [\d.e-]+, dropped", log)) == 2
+    )
+
+
+def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path):
+    with pytest.raises(
+        AssertionError, match="group_images=5 does not divide the batch of 12 images; 1, 2, 3, 4, 6, 12"
+    ):
+        train(tmp_path, images, *ROUTED, "--model-kwargs", "group_images=5", epochs=1)
+
+
+# --- the families: each trains and validates by the unmodified scripts
+
+SIZE = ["img_size=32", "patch_size=8", "embed_dim=32", "depth=4", "num_heads=2"]
+FAMILIES = {
+    "vimoe_s14_shared": ["num_experts=3"],
+    "widenet_b": ["official_compat=True", "routing_groups=2"],
+    "vmoe_pbe_s32": ["num_experts=4"],
+    "vmoe_mimo_s32": ["num_experts=4", "batch_repetitions=2"],
+    "vit_mimo_s32": ["ensemble_size=3"],
+    "vit_be_s32": ["factor_lr=2"],
+}
+
+
+def family(name, *options):
+    return ["--model", name, "--img-size", 32, "--num-classes", 3, "--model-kwargs", *SIZE, *FAMILIES[name], *options]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [longer(name) if name in ("vmoe_mimo_s32", "vit_mimo_s32", "vit_be_s32") else name for name in FAMILIES],
+)
+def test_families_train_resume_and_validate(images, tmp_path, name):
+    options = [*family(name), "--model-ema", "--layer-decay", "0.9"]
+    log = train(tmp_path, images, *options, "--experiment", "a", epochs=3)
+    assert ("Routing in blocks." in log) != name.startswith(("vit_mimo", "vit_be"))
+    last = summary(tmp_path / "output/train/a")[-1]
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    validated = script("validate.py", tmp_path, *family(name), "--checkpoint", checkpoint, "--use-ema", *common)
+    assert top1(validated) == f"{float(last['eval_top1']):.3f}"
+    train(tmp_path, images, *options, "--experiment", "b", "--resume", checkpoint, epochs=4)
+    members = {"vmoe_pbe_s32": 2, "vmoe_mimo_s32": 2, "vit_mimo_s32": 3, "vit_be_s32": 2}.get(name, 1)
+    inference = data.Inference(batch_size=8, workers=1, device="cpu")
+    result = evaluate([checkpoint], data.image_folder(images, "test"), use_ema=True, inference=inference)
+    assert (result["members"], round(100 - 100 * result["error"], 3)) == (members, float(top1(validated)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--mixup", "0.8", "--cutmix", "1", "--smoothing", "0.1"],
+        ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
+        longer(["--mixup", "0.8", "--bce-loss", "--grad-accum-steps", "2"]),
+        longer(["--amp", "--amp-dtype", "bfloat16", "--grad-checkpointing"]),
+        longer(["--torchcompile", "aot_eager"]),
+    ],
+)
+def test_options_of_train_py_with_an_ensemble(images, tmp_path, options):
+    log = train(tmp_path, images, *family("vmoe_pbe_s32"), *options, epochs=1)
+    assert len(re.findall(r"Routing in blocks\.[13]\.mlp", log)) == 2
+
+
+def test_an_ensemble_is_no_student(images, tmp_path, teacher):
+    with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
+        train(tmp_path, images, *family("vmoe_pbe_s32"), *teacher, epochs=1)
+
+
+@pytest.mark.parametrize("method", ["average", longer("svd")])
+def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path, method):
+    """The README's commands."""
+    train(tmp_path, images, *family("widenet_b"), "--experiment", "teacher", epochs=3)
+    checkpoint = str(tmp_path / "output/train/teacher/last.pth.tar")
+    assert main(["export", "--moe", checkpoint, str(tmp_path / "teacher-folder")]) == 0
+    assert main(["export", checkpoint, str(tmp_path / "student-folder"), "--method", method]) == 0
+    log = train(
+        tmp_path, images, "--model", f"local-dir:{tmp_path / 'student-folder'}", "--pretrained", "--num-classes", 3,
+        *("--kd-model-name", f"local-dir:{tmp_path / 'teacher-folder'}", "--kd-temperature", 1),
+        *("--task-loss-weight", 0.25, "--distill-loss-weight", 0.75, "--experiment", "student"), epochs=2,
+    )  # fmt: skip
+    assert "Routing in" not in log  # the teacher is not trained
+    assert float(summary(tmp_path / "output/train/student")[-1]["eval_top1"]) > 50
+    spec = ModelSpec(f"local-dir:{tmp_path / 'student-folder'}")
+    export = timm_moe.export_dense(tmp_path / "output/train/student/last.pth.tar", tmp_path / "refined", spec=spec)
+    assert export.exact
+    assert export.architecture == "ones_b"
+
+
+def test_validate_says_that_routers_are_untrained(images, tmp_path):
+    """A dense file under a routed name; training from one is what upcycling is, so it is told and no warning."""
+    torch.save(timm.create_model("vit_xtiny", num_classes=3, patch_size=8).state_dict(), tmp_path / "dense.pth")
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    for options in (ROUTED, XTINY):
+        log = script("validate.py", tmp_path, *options, "--checkpoint", tmp_path / "dense.pth", *common)
+        assert log.count("the routers untrained") == (options is ROUTED)
+
+
+def test_evaluate_measures_what_validate_does(run, images, tmp_path):
+    checkpoint = run[0] / "output/train/a/last.pth.tar"
+    log = script(
+        "validate.py", tmp_path, *XTINY, "--checkpoint", checkpoint, "--data-dir", images, "--split", "test",
+        *("--device", "cpu", "-b", 8, "-j", 1),
+    )  # fmt: skip
+    inference = data.Inference(batch_size=8, workers=1, device="cpu")
+    result = evaluate([checkpoint], data.image_folder(images, "test"), inference=inference)
+    assert round(100 - 100 * result["error"], 3) == float(top1(log))
+
+
+@pytest.mark.parametrize(
+    "name", ["swin_tiny_patch2_window4_32", longer("vit_xtiny"), longer("pit_xs_32"), longer("t2t_i2_32")]
+)
+def test_small_data_models_with_shifted_patches_and_locality_attention(images, tmp_path, name):
+    size = ["embed_dim=48", "depth=3"] if name == "vit_xtiny" else []
+    options = ["--num-classes", 3, "--model-kwargs", "shifted_patches=True", "locality_attention=True", *size]
+    log = train(tmp_path, images, "--model", f"{name}_ewa_moe", *options, "--experiment", "a", epochs=1)
+    assert log.count("EWA: averaging") == 1
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    assert timm_moe.export_dense(checkpoint, tmp_path / "dense").architecture == name
+    common = ("--data-dir", images, "--split", "test", "-b", 12, "--device", "cpu", "-j", 1)
+    dense = script("validate.py", tmp_path, "--model", f"local-dir:{tmp_path}/dense", "--pretrained", *common)
+    assert top1(dense) == f"{float(summary(tmp_path / 'output/train/a')[-1]['eval_top1']):.3f}"
+
+
+def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
+    """examples/own_router.py: nothing of the package is edited, train.py and timm-moe run as they are."""
+    example = ROOT / "examples/own_router.py"
+    options = ("--model-kwargs", "router=norm", "per_image=True", "embed_dim=48", "depth=4")
+    data = ("--data-dir", images, "-b", 12, "-j", 0, "--device", "cpu")
+    done = run_script(
+        *(example, Path(SCRIPTS, "train.py"), "--model", "vit_xtiny_ewa_moe", "--num-classes", 3, *data),
+        *("--val-split", "test", "--epochs", 1, "--warmup-epochs", 0, "--opt", "adamw", "--lr", "2e-3"),
+        *("--experiment", "a", *options),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    checkpoint = tmp_path / "output/train/a/last.pth.tar"
+    scales = [
+        value for name, value in torch.load(checkpoint, weights_only=False)["state_dict"].items() if "scale" in name
+    ]
+    assert len(scales) == 2
+    assert all((scale != 1).any() for scale in scales)
+    with pytest.raises(ValueError, match=r"states the argument per_image .* none of its architecture"):
+        timm_moe.export_dense(checkpoint, tmp_path / "student")
+    command = Path(sys.executable).with_name("timm-moe")
+    done = run_script(example, command, "export", checkpoint, "student", "--method", "sum", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert type(timm.create_model(f"local-dir:{tmp_path}/student", pretrained=True)).__name__ == "VisionTransformer"
+    shown = (example, command, "routes", checkpoint, "routes", *data, "--split", "test")
+    done = run_script(*shown, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "routes/routes.json").read_text())
+    for layer in summary["layers"]:  # each gets its quarter of every image
+        assert layer["load"] == pytest.approx([0.25] * 4, abs=0.02)  # of 65 tokens

@@ -1,0 +1,100 @@
+"""The file beside train.py's summary.csv, in which each epoch tells of the experts."""
+
+import json
+import logging
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.task import ClassificationTask
+from timm.utils import update_summary
+from torch import nn
+
+import timm_moe
+from timm_moe.training.epoch_log import FILE, read_epochs, spread
+
+
+def run(name, folder, epochs, first=0):
+    """As train.py does, with a batch for an epoch."""
+    model = timm.create_model(name, **SMALL_VIT, num_experts=4)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01)
+    scheduler, _ = create_scheduler_v2(optimizer, num_epochs=4, updates_per_epoch=1)
+    task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), verbose=False)
+    for epoch in range(first, epochs):
+        task(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3]))["loss"].backward()
+        optimizer.step()
+        update_summary(epoch, {"loss": 1.0}, {"top1": 1.0}, filename=str(folder / "summary.csv"))
+        scheduler.step(epoch + 1)
+    return model
+
+
+def test_each_epoch_tells_of_the_routers(tmp_path):
+    run("vit_tiny_moe", tmp_path, 3)
+    epochs = read_epochs(tmp_path)
+    assert [entry["epoch"] for entry in epochs] == [0, 1, 2]
+    for entry in epochs:
+        assert entry["share_rate"] is None
+        for layer in entry["layers"].values():
+            assert sum(layer["load"]) == pytest.approx(1)
+            assert 0 <= layer["dropped"] < 1
+            assert layer["losses"]["balance"] > 0.5
+            assert 1 < layer["spread"] < 2  # independent experts: the root of 3
+    assert epochs[0]["layers"] != epochs[1]["layers"]
+
+
+def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path):
+    run("vit_tiny_ewa_moe", tmp_path, 3)
+    before = read_epochs(tmp_path)
+    run("vit_tiny_ewa_moe", tmp_path, 3, first=2)
+    assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [0, 1, 2]
+    assert read_epochs(tmp_path)[:2] == before[:2]
+    run("vit_tiny_ewa_moe", tmp_path, 1)
+    assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [0]
+
+
+def test_a_dense_run_writes_nothing(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    create_scheduler_v2(create_optimizer_v2(model, opt="sgd"), num_epochs=1, updates_per_epoch=1)
+    update_summary(0, {"loss": 1.0}, {"top1": 1.0}, filename=str(tmp_path / "summary.csv"))
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.csv"]
+
+
+DAMAGED = (
+    *("{", "[]", '{"epochs": 3}', '{"epochs": [{}]}', '{"epochs": [{"epoch": null}]}', '{"epochs": [{"epoch": 0}]}'),
+    '{"epochs": [{"epoch": 0, "share_rate": 0.1, "layers": {"a": {}}}]}',
+    '{"epochs": [{"epoch": 0, "share_rate": 0.1, "layers": {"a": {"spread": "1"}}}]}',
+)
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_is_told_and_ends_no_run(text, tmp_path, caplog):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ValueError, match="is damaged: it is not the list of epochs"):
+        read_epochs(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        run("vit_tiny_ewa_moe", tmp_path, 3, first=1)
+    (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "is damaged" in told.message
+    assert (tmp_path / f"{FILE}.damaged").read_text() == text
+    assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [1, 2]
+
+
+def test_spread_is_the_distance_from_the_mean(ewa_vit):
+    layer = timm_moe.moe_layers(ewa_vit)["blocks.1.mlp"]
+    rows = torch.cat([stacked.detach().flatten(1) for _, stacked in layer.named_expert_parameters()], 1).double()
+    expected = (rows - rows.mean(0)).square().sum(1).mean().sqrt() / rows.mean(0).norm()
+    assert spread(layer) == pytest.approx(expected.item(), rel=1e-5)
+    for _, stacked in layer.named_expert_parameters():
+        stacked.data[:] = stacked.data[:1].clone()
+    assert spread(layer) == pytest.approx(0, abs=1e-6)
+    for _, stacked in layer.named_expert_parameters():
+        stacked.data.zero_()
+    assert spread(layer) is None
+
+
+def test_the_file_is_json_with_versions(tmp_path):
+    run("vit_tiny_ewa_moe", tmp_path, 1)
+    assert json.loads((tmp_path / FILE).read_text())["versions"]["timm"] == timm.__version__

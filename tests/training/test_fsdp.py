@@ -1,0 +1,270 @@
+"""Two processes under FSDP2 (gloo): the same weights as in one process, averaged and exported."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import timm
+import timm.optim
+import timm.scheduler
+import torch
+from common import ROOT, SMALL_VIT
+from processes import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from timm_moe import (
+    ExpertWeightAveraging,
+    auxiliary_loss,
+    average_experts_,
+    convert_to_moe,
+    expert_placement,
+    export_dense,
+    moe_layers,
+    to_dense,
+)
+from timm_moe.training.averaging import average_
+
+needs_fsdp_on_cpus = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch (2.6) needs a GPU"
+)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+STEPS = 3
+
+
+def start(rank, folder, processes=2):
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
+    return init_device_mesh("cpu", (processes,))
+
+
+def shard(model, mesh, **options):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+MODELS = {
+    # Every rank has the same images and draws the same partitions: the mean of the gradients is that of one process.
+    "random partitions": (dict(model_name="vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant"), False),
+    "fused": (dict(model_name="vit_tiny_ewa_moe", router="fused"), False),
+    # Each rank has half of the images, in a routing group of their own.
+    "top-k": (
+        dict(model_name="vit_tiny_moe", num_experts=6, top_k=2, share_rate=0.3, aux_loss_weight=0.5, group_images=2),
+        True,
+    ),
+}
+
+
+def create(name):
+    torch.manual_seed(0)
+    model = timm.create_model(**MODELS[name][0], **SMALL_VIT)
+    for path, parameter in model.named_parameters():
+        if "router" in path:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def train(model, halves, rank=None):
+    optimizer = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
+    timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=STEPS)
+    norms = []
+    for step in range(STEPS):
+        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+        part = slice(2 * rank, 2 * rank + 2) if halves and rank is not None else slice(None)
+        torch.manual_seed(step)
+        outputs = model(images[part])
+        loss = nn.functional.cross_entropy(outputs, torch.arange(4)[part]) + auxiliary_loss(model)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(getattr(norm, "full_tensor", lambda norm=norm: norm)())
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, torch.stack(norms)
+
+
+def training_worker(rank, folder, name):
+    mesh = start(rank, folder)
+    halves = MODELS[name][1]
+    model, reference = create(name), create(name)
+    shard(model, mesh, shard_placement_fn=expert_placement(model))
+    optimizer, norms = train(model, halves, rank)
+    _, expected_norms = train(reference, halves)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0)
+    assert norms.max() > 1  # clipped
+    weights = get_model_state_dict(model, options=FULL)
+    assert set(weights) == (set(reference.state_dict()) if rank == 0 else set())
+    for path, tensor in weights.items():
+        torch.testing.assert_close(tensor, reference.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path)
+
+    # Resuming as documented. (A forward without a backward leaves the root's parameters gathered, when torch would not
+    # find them among the optimizer's.)
+    state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    other = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, other, state, options=options)
+    if name != "fused":  # which are never averaged
+        averaging = ExpertWeightAveraging(model, other, total_updates=5)
+        averaging.seek(ExpertWeightAveraging.of(optimizer).updates)
+        assert averaging.updates == STEPS
+    resumed = get_model_state_dict(model, options=FULL)
+    assert all(torch.equal(resumed[path], tensor) for path, tensor in weights.items())
+
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        outputs, expected = model.eval()(images), reference.eval()(images)
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-5)
+    torch.save(outputs, f"{folder}/outputs{rank}.pt")
+    if rank == 0 and name == "random partitions":
+        whole = create(name)
+        whole.load_state_dict(weights)
+        export = export_dense(whole, f"{folder}/exported")
+        stock = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
+        assert not moe_layers(stock)
+        torch.testing.assert_close(stock(images).detach(), expected, rtol=1e-4, atol=1e-5)
+    torch.distributed.destroy_process_group()
+
+
+@needs_fsdp_on_cpus
+@pytest.mark.parametrize(
+    "name", ["random partitions", *(pytest.param(name, marks=pytest.mark.ci) for name in ("top-k", "fused"))]
+)
+def test_training_is_that_of_one_process(tmp_path, name):
+    run_ranks(training_worker, (str(tmp_path), name), 2)
+    first, second = (torch.load(tmp_path / f"outputs{rank}.pt") for rank in range(2))
+    assert torch.equal(first, second)
+
+
+# --- the averaging of sharded tensors, which needs no fully_shard
+
+
+def tensor_worker(rank, folder):
+    mesh = start(rank, folder)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        stacked = torch.randn(4, 6, 8).to(dtype)
+        expected = average_(stacked.clone(), 0.3)
+        for placement in (Shard(1), Shard(2), Replicate()):
+            sharded = distribute_tensor(stacked, mesh, [placement])
+            assert average_(sharded, 0.3) is sharded
+            assert torch.equal(sharded.full_tensor(), expected)
+    sharded = distribute_tensor(stacked, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="give fully_shard the shard_placement_fn="):
+        average_(sharded, 0.3)
+
+    model = convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
+    first, second = (layer.fc2 for layer in moe_layers(model).values())
+    with torch.no_grad():
+        first.weight[0].zero_()
+    before = first.weight.detach().clone()
+    second.bias = nn.Parameter(distribute_tensor(second.bias.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="sharded along their first dimension"):
+        average_experts_(model, 0.3)
+    assert torch.equal(first.weight, before)  # nothing was averaged
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="sharded along their first dimension"):
+        ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=3)
+    assert ExpertWeightAveraging.of(optimizer) is None
+    torch.distributed.destroy_process_group()
+
+
+# --- FSDP1, which holds all parameters of a module in one flat tensor, and flat shards of that
+
+
+def flat_worker(rank, folder, processes):
+    start(rank, folder, processes)
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("timm_moe").addHandler(handler)
+    for use_orig_params in (True, False):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+        whole = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
+        reference = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+        reference.load_state_dict(whole)
+        sharded = FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=torch.device("cpu"), sync_module_states=False
+        )
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
+        if processes == 1 and use_orig_params:  # nothing is cut, so all is as without it
+            ExpertWeightAveraging(sharded, optimizer, 0.3, "constant", total_updates=3)
+            sharded(torch.randn(2, 3, 32, 32)).mean().backward()
+            optimizer.step()
+            average_experts_(reference, 0.3)
+            averaged = model.blocks[1].mlp.fc1.weight
+            torch.testing.assert_close(averaged, reference.blocks[1].mlp.fc1.weight)
+            assert not records
+            continue
+        with pytest.raises(ValueError, match=r"blocks.1.mlp are not there as a whole.*FullyShardedDataParallel does"):
+            ExpertWeightAveraging(sharded, optimizer, total_updates=3)
+        for refused in (average_experts_, lambda sharded, beta: to_dense(sharded)):
+            with pytest.raises(ValueError, match="are not there as a whole"):
+                refused(sharded, 0.3)
+        if use_orig_params:
+            with pytest.raises(ValueError, match="are not there as a whole"):
+                timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
+        else:
+            timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
+        assert ExpertWeightAveraging.of(optimizer) is None
+        for _ in range(2):
+            sharded(torch.randn(2, 3, 32, 32)).mean().backward()
+            optimizer.step()
+        assert len(records) == 1
+        assert "EWA: nothing averages the experts" in records.pop()
+        # The whole weights are averaged as those of any model, and nothing was moved before.
+        with FullyShardedDataParallel.summon_full_params(sharded):
+            for path, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.detach(), whole[path], rtol=0, atol=0)
+            average_experts_(sharded, 0.3)
+        average_experts_(reference, 0.3)
+        with FullyShardedDataParallel.summon_full_params(sharded):
+            for (path, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected, msg=path)
+        assert not records
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_flat_shards_are_refused_before_a_weight_moves(tmp_path, processes):
+    run_ranks(flat_worker, (str(tmp_path), processes), processes)
+
+
+def test_sharded_tensors_are_averaged_locally_or_refused(tmp_path):
+    run_ranks(tensor_worker, (str(tmp_path),), 2)
+
+
+def test_experts_are_cut_along_their_largest_other_dimension(ewa_vit):
+    place = expert_placement(ewa_vit)
+    layer = ewa_vit.blocks[1].mlp  # of width 32, hidden 128
+    assert place(layer.fc1.weight) == Shard(1)
+    assert place(layer.fc2.weight) == Shard(2)
+    assert place(layer.fc1.bias) == Shard(1)
+    assert place(ewa_vit.blocks[0].mlp.fc2.weight) is None
+    assert place(nn.Parameter(torch.zeros(4, 128, 32))) is None
+
+
+@needs_fsdp_on_cpus
+@pytest.mark.ci
+def test_the_example(tmp_path):
+    example = ROOT / "examples" / "fsdp_loop.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*torchrun, example, "3"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
+    assert accuracies[2] > max(20, accuracies[0])
+    assert "largest_difference=0.0," in done.stdout
+    assert (tmp_path / "exported/model.safetensors").is_file()

@@ -1,4 +1,0 @@
-"""The colours of all charts and drawings."""
-
-#: Okabe and Ito's, told apart by the colour-blind too, without black and yellow, which a background may hide.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#A6761D")

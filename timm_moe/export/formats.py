@@ -1,0 +1,313 @@
+"""How a model is written to a folder and read from it again: as timm, as transformers, or as its own class does.
+
+A format is told what goes into config.json, then asked for images, to write a model, and to read it. What it reads is
+the written model bit for bit, or it raises.
+"""
+
+import copy
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from torch import Tensor, nn
+
+from ..checkpoints.quick_init import quick_init
+from ..checkpoints.source import first_problem
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+
+#: What a model is made of; without its config.json the weights mean nothing.
+FILES = ("model.safetensors", "config.json")
+
+
+class Format(Protocol):
+    """A layout of a model's folder.
+
+    Attributes:
+        library: whose it is.
+    """
+
+    library: str
+
+    def image_shape(self, model: nn.Module) -> tuple[int, ...] | None:
+        """(channels, height, width) of the images that a model takes, or None if it does not say."""
+
+    def write(self, model: nn.Module, folder: Path) -> None:
+        """Write the files of a model, which is the exporter's own copy, to an empty folder.
+
+        Raises:
+            ValueError: if something in the model cannot be written.
+        """
+
+    def read(self, folder: Path) -> nn.Module:
+        """The model that was written last, from its files alone, in eval mode.
+
+        Raises:
+            ValueError: if that fails, or a tensor is another than in the model that was written.
+        """
+
+    def architecture(self, model: nn.Module) -> str:
+        """The name by which the library knows it."""
+
+
+class TimmFormat:
+    """What ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
+
+    Args:
+        model_args: arguments of ``timm.create_model``, beside those that timm has recorded.
+        entries: of config.json, beside those that timm makes.
+    """
+
+    library = "timm"
+
+    def __init__(self, model_args: dict[str, Any] | None, entries: dict[str, Any]):
+        self.model_args, self.entries = model_args, entries
+
+    def image_shape(self, model: nn.Module) -> tuple[int, ...]:
+        return tuple(get_pretrained_cfg(model)["input_size"])
+
+    def write(self, model: nn.Module, folder: Path) -> None:
+        args = {**_recorded_args(model), **(self.model_args or {})}
+        handle = model.register_state_dict_post_hook(_copy_repeated)
+        try:
+            save_for_hf(model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
+            config = json.loads((folder / "config.json").read_text())
+            state_classes_once(config)
+            _write_config(folder, config)
+        except (TypeError, ValueError) as error:  # json
+            raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
+        finally:
+            handle.remove()
+
+    def read(self, folder: Path) -> nn.Module:
+        return load_exactly(folder, "Stock timm")
+
+    def architecture(self, model: nn.Module) -> str:
+        return get_pretrained_cfg(model)["architecture"]
+
+
+class TransformersFormat:
+    """What ``from_pretrained`` of a class of Hugging Face transformers reads.
+
+    Args:
+        entries: of config.json, beside those of the model's config.
+    """
+
+    library = "transformers"
+
+    def __init__(self, entries: dict[str, Any]):
+        self.entries = entries
+
+    def image_shape(self, model: Any) -> tuple[int, ...] | None:
+        if model.main_input_name != "pixel_values":
+            return None
+        for config in (model.config, getattr(model.config, "vision_config", None)):
+            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+            if size and channels:
+                return channels, *((size, size) if isinstance(size, int) else size)
+        return None
+
+    def write(self, model: Any, folder: Path) -> None:
+        self.written = model
+        try:
+            model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{type(model).__name__}.save_pretrained fails: {first_problem(error)}") from error
+        _write_config(folder, {**json.loads((folder / "config.json").read_text()), **self.entries})
+
+    def read(self, folder: Path) -> nn.Module:
+        loader = f"{type(self.written).__name__}.from_pretrained"
+        try:
+            model = type(self.written).from_pretrained(folder, local_files_only=True).eval()
+        except Exception as error:
+            raise ValueError(f"{loader} cannot load what was exported: {first_problem(error)}") from error
+        _require_equal(self.written.state_dict(), model.state_dict(), loader)
+        return model
+
+    def architecture(self, model: nn.Module) -> str:
+        """Name of the class; with that of its module if it is not one of transformers."""
+        path = class_path(model)
+        return path.rpartition(".")[2] if path.startswith("transformers.") else path
+
+
+class StateDictFormat:
+    """What ``model.load_state_dict(load_file("FOLDER/model.safetensors"))`` reads, by the model's own names.
+
+    Its config.json states the class in words that neither timm nor transformers takes for a model of its own.
+
+    Args:
+        entries: of config.json, beside the class.
+    """
+
+    library = "pytorch"
+
+    def __init__(self, entries: dict[str, Any]):
+        self.entries = entries
+
+    def image_shape(self, model: nn.Module) -> tuple[int, ...] | None:
+        size = getattr(model, "image_size", None)  # of torchvision's VisionTransformer
+        return (3, size, size) if type(size) is int else None
+
+    def write(self, model: nn.Module, folder: Path) -> None:
+        self.written = model
+        state_dict = model.state_dict()
+        for name, value in state_dict.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} in the state dict is a {type(value).__name__}, but safetensors holds tensors alone: save "
+                    "the state dict of timm_moe.to_dense(model) with torch.save."
+                )
+        _copy_repeated(model, state_dict, "", None)
+        tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        path = class_path(model)
+        library = "torchvision" if path.startswith("torchvision.") else self.library
+        # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
+        stated = {"architecture": f"class {path}", "model_type": "state_dict", "library": library}
+        _write_config(folder, {**stated, **self.entries})
+
+    def read(self, folder: Path) -> nn.Module:
+        tensors = load_file(folder / "model.safetensors")
+        _require_equal(self.written.state_dict(), tensors, "safetensors")
+        model = copy.deepcopy(self.written)
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(model).__name__}.load_state_dict does not take the model's own state dict: "
+                f"{first_problem(error)}"
+            ) from error
+        return model.eval()
+
+    def architecture(self, model: nn.Module) -> str:
+        return class_path(model)
+
+
+def is_of_timm(model: nn.Module) -> bool:
+    """Whether ``timm.create_model`` made it."""
+    return hasattr(model, "pretrained_cfg")
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether it has transformers' ``save_pretrained``; transformers is not imported to find out."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def class_path(model: nn.Module) -> str:
+    """Module and name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def timm_model_in(model: nn.Module) -> nn.Module:
+    """The model of timm that transformers' TimmWrapper holds, with the wrapper's preprocessing and names of classes.
+
+    Any other model is returned as it is.
+    """
+    if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
+        return model
+    wrapper: Any = model
+    inner, config = copy.copy(wrapper.timm_model), wrapper.config
+    # The wrapper creates its model without the config of the weights, which it keeps itself.
+    cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
+    names = list(config.id2label.values())
+    if inner.num_classes and names != [f"LABEL_{number}" for number in range(len(names))]:
+        cfg["label_names"] = names
+    set_pretrained_cfg(inner, cfg)
+    return inner
+
+
+def state_classes_once(config: dict[str, Any]) -> None:
+    """Move the number of classes from the arguments in a config.json to where timm looks if these are silent.
+
+    transformers hands on both, and fails on the second.
+    """
+    args = config.get("model_args") or {}
+    if "num_classes" in args:
+        config["num_classes"] = args.pop("num_classes")
+
+
+def load_exactly(folder: Path, loader: str) -> nn.Module:
+    """The model that timm makes of a folder, in eval mode, with the tensors of its file bit for bit.
+
+    Raises:
+        ValueError: if it cannot be loaded, or timm had to change a tensor for it to fit; ``loader`` says who cannot.
+        RuntimeError: if this version of timm cannot read the file.
+    """
+    model = _load(folder, loader)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        saved = set(file.keys())
+        for name, tensor in model.state_dict().items():
+            if name not in saved or not equal_with_nan(tensor, file.get_tensor(name).to(tensor.dtype)):
+                raise ValueError(
+                    f"{loader} does not load {name} as it was saved; if the model was changed after its creation (by "
+                    "set_input_size, say), state what it is now in model_args."
+                )
+    return model
+
+
+def _load(folder: Path, loader: str) -> nn.Module:
+    try:
+        with quick_init():
+            return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
+        raise RuntimeError(
+            f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
+            "timm 1.0.26 and later can."
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
+            f"them in model_args. timm says: {first_problem(error)}"
+        ) from error
+
+
+def equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape and values."""
+    if torch.equal(a, b):  # a fifth of the time
+        return True
+    return a.is_floating_point() and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], loader: str) -> None:
+    """Raise ValueError unless what was read has the names and values that were written; a wider type may hold them."""
+    for name in read.keys() - written.keys():
+        raise ValueError(f"{loader} gives the model a tensor {name} that it did not have.")
+    for name, tensor in written.items():
+        if name not in read or not equal_with_nan(tensor, read[name].to(tensor.device, tensor.dtype)):
+            raise ValueError(
+                f"{loader} does not load {name} ({tensor.dtype}) as it was saved; if the model's parameters have "
+                "several types, bring them to one, by model.float() for one."
+            )
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json, and give the other files its mode: safetensors closes its own to other users."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
+    for file in folder.iterdir():
+        shutil.copymode(folder / "config.json", file)
+
+
+def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Give what stands under several names, as in CoaT, under each a copy of its own: safetensors takes no other."""
+    seen: set[int] = set()
+    for name, tensor in state_dict.items():
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in seen:
+            state_dict[name] = tensor.clone()
+        seen.add(memory)
+
+
+def _recorded_args(model: nn.Module) -> dict[str, Any]:
+    """What timm, or this package for an older timm, noted down of a model's creation."""
+    if hasattr(timm.models, "get_model_args"):  # it knows, too, what has changed since
+        return timm.models.get_model_args(model)
+    return {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}

@@ -1,0 +1,21 @@
+"""What the papers only compare with: registered all the same, but nothing else in the package imports it."""
+
+from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer
+from .fused import FusedMlp, Fusion
+from .learning_rates import scale_learning_rates
+from .mc_dropout import mc_dropout, sampling
+from .mimo import MimoMoeVisionTransformer, MimoVisionTransformer
+from .switch_ema import SwitchEma
+
+__all__ = [
+    "BatchEnsembleLinear",
+    "BatchEnsembleVisionTransformer",
+    "FusedMlp",
+    "Fusion",
+    "MimoMoeVisionTransformer",
+    "MimoVisionTransformer",
+    "SwitchEma",
+    "mc_dropout",
+    "sampling",
+    "scale_learning_rates",
+]

@@ -1,0 +1,160 @@
+"""Experts that learned weights fuse into one network before each forward (ExFusion, arXiv 2603.27965)."""
+
+import warnings
+from typing import Any
+
+import torch
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from ..convert.routers import RouterSpec, register_here
+from ..layers import MoeMlp, Router, Routing
+from ..layers.checks import check_number
+from ..layers.functional import call, no_autocast
+from ..layers.scripting import ScriptableMlp, replacing
+
+
+class Fusion(Router):
+    """The weights by which the experts of a layer are fused; it routes nothing.
+
+    They are the softmax of E logits that begin as zeros, so the network begins as the mean of the experts. With a
+    ``common_share`` the first expert has that weight for good, and the others share the rest by their softmax (XFT,
+    arXiv 2404.15247, section 3.2). ExFusion's paper could not be read whole: softmax and start are decisions made here.
+
+    Args:
+        num_experts: E.
+        common_share: in [0, 1); 0 for none.
+
+    Attributes:
+        logits: (E,) parameter, (E - 1,) beside a common expert.
+
+    Raises:
+        ValueError: if the share is outside, or there is no expert beside the common one.
+    """
+
+    depends_on_input = False
+
+    def __init__(self, num_experts: int, common_share: float = 0.0):
+        check_number("common_share", common_share, 0)
+        if common_share >= 1 or (common_share and num_experts == 1):
+            raise ValueError(
+                f"common_share must lie below 1 and leave something for other experts, got {common_share!r} for "
+                f"{num_experts} experts."
+            )
+        super().__init__(num_experts)
+        self.common_share = common_share
+        self.logits = nn.Parameter(torch.zeros(num_experts - bool(common_share)))
+
+    def reset_parameters(self) -> None:
+        """Equal weights."""
+        nn.init.zeros_(self.logits)
+
+    def experts_of_row(self) -> int:
+        """All take part."""
+        return self.num_experts
+
+    def weights(self) -> Tensor:
+        """(E,) of sum 1, in float32 at least."""
+        logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
+        if not self.common_share:
+            return logits.softmax(0)
+        others = (1 - self.common_share) * logits.softmax(0)
+        return torch.cat([others.new_full((1,), self.common_share), others])
+
+    def forward(self, x: Tensor) -> Routing:
+        """Never called.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("Fused experts route nothing: they are one network for all rows.")
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, common_share={self.common_share}"
+
+
+class FusedMlp(MoeMlp):
+    """E experts of which every forward, in training too, computes one network: their sum with learned weights.
+
+    Nothing is dispatched, so a step costs what a dense one does, and the fusion. The fused network is what is exported.
+
+    Args:
+        ffn: the dense network to replace.
+        router: the weights.
+        num_experts: E.
+        expert_init: see :class:`Experts`. Copies that begin alike get the same gradients and stay alike, so this warns
+            where they do, as a dense checkpoint's.
+        **options: see :class:`MoeMlp`.
+    """
+
+    deploys_dense = True
+    fused = True
+
+    def __init__(self, ffn: nn.Module, router: Fusion, num_experts: int, expert_init: str = "same", **options: Any):
+        super().__init__(ffn, router, num_experts, expert_init, **options)
+        if expert_init == "same":
+            self._warn_of_copies()
+
+    def _warn_of_copies(self) -> None:
+        if self.num_experts > 1:
+            warnings.warn(
+                "Fused experts that begin as copies of one network have the same gradients and remain copies, so this "
+                "trains a dense network: use expert_init='independent', or a checkpoint of experts.",
+                stacklevel=3,
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A checkpoint of other experts that has no weights to fuse them begins with equal ones."""
+        if f"{prefix}router.weight" in state_dict:
+            raise ValueError(
+                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are fused: leave tensors "
+                "named router.weight out of the checkpoint to fuse its experts."
+            )
+        loaded = [state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict]
+        if len(loaded) == len(self.stacked_shapes):
+            for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
+                state_dict.setdefault(name, torch.zeros_like(value, device=loaded[0].device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
+        super()._complete_dense(state_dict, prefix)
+        self._warn_of_copies()
+
+    def networks(self) -> dict[str, Tensor]:
+        """The fused network, as the only one."""
+        self._require_merged(self.adapted())
+        with torch.no_grad():
+            return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
+
+    def _fused(self) -> dict[str, Tensor]:
+        weights_E = self.router.weights()  # type: ignore[operator]
+        with no_autocast(weights_E):
+            return {name: _weighted_sum(stacked, weights_E) for name, stacked in self.expert_weights()}
+
+    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
+        """Map each row of x, (..., D), by the fused network.
+
+        Raises:
+            ValueError: if a routing is given.
+        """
+        if routing is not None:
+            raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
+        return call(self._ffn, self._fused(), x)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        fused = {name: stacked[0] for name, stacked in self.networks().items()}
+        return replacing(self, ScriptableMlp(self.to_ffn(fused)))
+
+
+def _weighted_sum(stacked: Tensor, weights_E: Tensor) -> Tensor:
+    """Over the first dimension, in float32 at least, in the dtype of ``stacked``."""
+    wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
+    return (weights_E.to(wide.dtype) @ wide.flatten(1)).view(wide.shape[1:]).to(stacked.dtype)
+
+
+def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
+    return Fusion(num_experts, common_share)
+
+
+register_notrace_module(FusedMlp)  # as the other expert layers
+register_here(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}))

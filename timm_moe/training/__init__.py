@@ -1,0 +1,19 @@
+"""Between forward and step: averaging, router losses, what any training loop calls, and placement under FSDP2."""
+
+from .averaging import ExpertWeightAveraging, average_experts_
+from .loop import add_router_losses, expert_statistics, start_averaging
+from .placement import expert_placement, local_part
+from .router_losses import RoutingSummary, auxiliary_loss, routing_summary
+
+__all__ = [
+    "ExpertWeightAveraging",
+    "RoutingSummary",
+    "add_router_losses",
+    "auxiliary_loss",
+    "average_experts_",
+    "expert_placement",
+    "expert_statistics",
+    "local_part",
+    "routing_summary",
+    "start_averaging",
+]
