@@ -1,4 +1,4 @@
-"""What all tests share: order and time limits, one thread so that results repeat, small models, a browser.
+"""Shared by all tests: order and time limits, one thread so that results repeat, small models, a browser.
 
 xdist's controller imports this file before it starts its workers. It runs no test, so torch and timm, which take
 seconds, are imported in functions.
@@ -61,7 +61,7 @@ def pytest_collectstart():
 
 
 def pytest_collection_finish():
-    """Hide from the garbage collector what is imported: to look through it takes a tenth of the tests' time."""
+    """Hide imported objects from the garbage collector: looking through them takes a tenth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.enable()

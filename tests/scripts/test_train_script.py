@@ -1,7 +1,7 @@
 """timm's own train.py and validate.py, unmodified, on a folder of images.
 
-They are not in timm's wheel: set TIMM_SCRIPTS to a folder that holds copies of them (and is not a clone of timm, which
-Python would import instead of the installed one).
+timm's wheel lacks them: set TIMM_SCRIPTS to a folder with copies of them. It must not be a clone of timm, which Python
+would import instead of the installed one.
 """
 
 import json
@@ -38,7 +38,7 @@ SMALL = dict(patch_size=8, embed_dim=48, num_heads=3)
 
 
 def small(name, *options):
-    """train.py's arguments for such a model, with further model options."""
+    """Return train.py's arguments for such a model with further model options."""
     kwargs = [f"{option}={value}" for option, value in SMALL.items()]
     return ["--model", name, "--num-classes", 3, "--model-kwargs", *kwargs, *options]
 
@@ -48,7 +48,7 @@ XTINY, ROUTED = small("vit_xtiny_ewa_moe"), small("vit_xtiny_moe")
 
 @pytest.fixture(scope="module")
 def run(images, tmp_path_factory):
-    """A run of two epochs, whose images a process of its own loads, and its log."""
+    """Train for two epochs with one loader process; return the folder and the log."""
     folder = tmp_path_factory.mktemp("run")
     return folder, train(folder, images, *XTINY, "-j", 1, "--experiment", "a")
 
@@ -140,7 +140,7 @@ def test_upcycling_from_the_command_line(images, tmp_path):
 
 @pytest.mark.parametrize("size", ["tiny", longer("small")])
 def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
-    """The README's first command: weights come from the Hub's cache, since tests have no network."""
+    """Run the README's first command; weights come from the Hub's cache, since tests have no network."""
     repo = HUB_CACHE / f"models--timm--vit_{size}_patch16_224.augreg_in21k_ft_in1k"
     snapshot = repo / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -155,11 +155,11 @@ def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
     assert log.count("EWA: averaging the 4 experts of 6 layers") == 1
 
 
-# --- routed experts: the routers' losses join train.py's, and the log tells of the routing
+# --- routed experts: train.py's loss has the routers' losses, its log has statistics of the routing
 
 
 def routing_lines(log):
-    """Layer and balance loss of each line."""
+    """Find the layer and the balance loss in each line on routing."""
     return re.findall(
         r"Routing in (blocks\.\d+\.mlp): balance loss ([\d.]+), dropped [\d.]+%, share of an expert min/mean/max", log
     )
@@ -204,7 +204,7 @@ def test_options_of_train_py_with_routed_experts(images, tmp_path, options):
 
 @pytest.fixture
 def teacher(tmp_path):
-    """Options of train.py for a small teacher."""
+    """Save a small teacher; return train.py's options for it."""
     arguments = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
     model = timm.create_model("vit_tiny_patch16_224", **arguments)
     save_for_hf(model, str(tmp_path / "teacher"), model_args=arguments, safe_serialization=True)
@@ -297,7 +297,7 @@ def test_an_ensemble_is_no_student(images, tmp_path, teacher):
 
 @pytest.mark.parametrize("method", ["average", longer("svd")])
 def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path, method):
-    """The README's commands."""
+    """Run the README's commands."""
     train(tmp_path, images, *family("widenet_b"), "--experiment", "teacher", epochs=3)
     checkpoint = str(tmp_path / "output/train/teacher/last.pth.tar")
     assert main(["export", "--moe", checkpoint, str(tmp_path / "teacher-folder")]) == 0
@@ -347,7 +347,7 @@ def test_small_data_models_with_shifted_patches_and_locality_attention(images, t
 
 
 def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
-    """examples/own_router.py: nothing of the package is edited, train.py and timm-moe run as they are."""
+    """Run train.py and timm-moe as they are with examples/own_router.py."""
     example = ROOT / "examples/own_router.py"
     options = ("--model-kwargs", "router=norm", "per_image=True", "embed_dim=48", "depth=4")
     data = ("--data-dir", images, "-b", 12, "-j", 0, "--device", "cpu")
