@@ -306,6 +306,7 @@ def write_sliced(folder, rows):
         folder.joinpath(f"a.data-0000{shard}-of-00003").write_bytes(msgpack.packb(content))
 
 
+@pytest.mark.ci  # the cases above have fewer slices
 def test_twenty_thousand_slices(tmp_path):
     """Comparing each with each took more than 100 s."""
     write_sliced(tmp_path, 20_000)
