@@ -240,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
-    methods = ("average", "sum", "topk", "topk_biases", "svd", "random")  # those of timm_moe.convert.gather
+    methods = ("average", "sum", "topk", "svd", "random")  # those of timm_moe.convert.gather
     parser.add_argument("--method", choices=methods, help="how the experts become one network (default: average)")
     parser.add_argument(
         "--svd-ratio",

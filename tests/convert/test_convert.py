@@ -134,9 +134,7 @@ def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images)
 def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):
     with pytest.raises(ValueError, match="has no expert layers"):
         timm_moe.to_dense(dense_vit)
-    with pytest.raises(
-        ValueError, match="method must be one of average, sum, topk, topk_biases, svd, random, got 'best'"
-    ):
+    with pytest.raises(ValueError, match="method must be one of average, sum, topk, svd, random, got 'best'"):
         timm_moe.to_dense(ewa_vit, method="best")
 
 
