@@ -4,7 +4,7 @@ python examples/point_clouds.py --data mnist --data-dir DIR --output results.jso
 
 Trains one classifier for each variant and seed and prints a table. A seed gives all variants the same batches, and the
 same weights outside of the experts. Accuracies are of the last epoch on the test set: nothing is chosen by them.
-docs/point_clouds.md tells where data come from, and has the commands for ModelNet40.
+docs/ewa.md has the commands and says where the data come from.
 """
 
 import argparse
@@ -256,7 +256,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Options of the command, checked; those that do not fit each other end it with one sentence."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", choices=READERS, required=True)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder of its files (docs/point_clouds.md)")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of its files (docs/ewa.md)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--size", choices=SIZES, default="small")
