@@ -1,4 +1,4 @@
-"""What tests of several rooms take: models small enough to train in a second, golden data, places."""
+"""Models small enough to train in a second, golden data and places, for tests of several rooms."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -38,7 +38,7 @@ from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
 from .papers.benefits import moe_benefits
 from .papers.norms import norm_divergence
 from .papers.papers import comparisons
-from .rivals import mc_dropout
+from .rivals import sampled_members
 
 
 def run(args: argparse.Namespace) -> int:
@@ -177,7 +177,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json, args.overwrite)
     images, ood_images = _images(args)
-    members = {} if args.mc_dropout is None else {"members": mc_dropout(args.mc_dropout)}
+    members = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
     result = evaluate(
         args.sources,
         images,

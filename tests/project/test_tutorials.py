@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from common import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -18,7 +17,7 @@ pytest.importorskip("ipykernel")
 
 pytestmark = [pytest.mark.ci]
 
-TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
+TUTORIALS = sorted((Path(__file__).parents[2] / "docs/tutorials").glob("*.ipynb"))
 NAMES = ["dense_to_vmoe_and_back", "ensemble_in_one_model", "ewa_in_ten_minutes"]
 #: Seconds of CPU time that a tutorial may take.
 LIMIT = 120

@@ -62,7 +62,7 @@ def evaluate(
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
         inference: how forwards are run.
-        members: what the members of each model are, if not its own: :func:`timm_moe.rivals.mc_dropout` makes samples.
+        members: gives the members of a model, if not its own, as :func:`timm_moe.rivals.sampled_members`.
 
     Returns:
         The keys of :data:`LABELS`: the first six; with several members the next six, means over members or pairs of

@@ -43,7 +43,7 @@ def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
             module.eval()
 
 
-def mc_dropout(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:
+def sampled_members(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:
     """Make M samples of a model its members, for ``members`` of :func:`timm_moe.analysis.evaluation.evaluate`.
 
     Args:
