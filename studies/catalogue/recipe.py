@@ -38,19 +38,23 @@ CURVE = ("--val-split", "test", "--val-interval", "10")
 
 
 def arms(recipe: str, options: tuple[str, ...], top_2: tuple[str, ...]) -> tuple[Arm, ...]:
-    """The methods under one recipe; the first is the one that the others are compared with."""
+    """The methods under one recipe, each compared with the dense network of that recipe."""
 
     def trained(name: str, model: str, *kwargs: str, more: tuple[str, ...] = ()) -> Training:
         return Training(f"{recipe}-{name}", model, kwargs, (*options, *more))
 
     dense = trained("dense", "dense", more=("--model-ema", *CURVE))
-    return (
-        Arm(f"dense, {recipe}", dense),
-        Arm(f"dense, weight EMA, {recipe}", dense, Export(("--use-ema",))),
-        Arm(f"EWA, linear, {recipe}", trained("ewa-linear", "ewa")),
-        Arm(f"EWA, constant, {recipe}", trained("ewa-constant", "ewa", "share_schedule=constant")),
-        Arm(f"experts fused by learned weights, {recipe}", trained("fused", "ewa", "router=fused")),
-        Arm(f"V-MoE, top-2, {recipe}", trained("vmoe", "vmoe", *top_2), Export(("--moe",))),
+    deployed = {
+        "dense": (dense, Export()),
+        "dense, weight EMA": (dense, Export(("--use-ema",))),
+        "EWA, linear": (trained("ewa-linear", "ewa"), Export()),
+        "EWA, constant": (trained("ewa-constant", "ewa", "share_schedule=constant"), Export()),
+        "experts fused by learned weights": (trained("fused", "ewa", "router=fused"), Export()),
+        "V-MoE, top-2": (trained("vmoe", "vmoe", *top_2), Export(("--moe",))),
+    }
+    return tuple(
+        Arm(f"{method}, {recipe}", training, export, baseline=f"dense, {recipe}")
+        for method, (training, export) in deployed.items()
     )
 
 
@@ -85,5 +89,7 @@ STUDY = Study(
         ),
     },
     measure=Corruptions(),
-    pairs=tuple((f"{method}, {recipe}", f"dense, {recipe}") for recipe in RECIPES for method in METHODS),
+    interactions=tuple(
+        (f"{method}, {recipe}", f"{method}, weak") for recipe in ("medium", "strong") for method in METHODS
+    ),
 )

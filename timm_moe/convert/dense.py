@@ -78,7 +78,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 
 
 @contextlib.contextmanager
-def dense_for_now(model: nn.Module) -> Iterator[None]:
+def swapped_for_dense(model: nn.Module) -> Iterator[None]:
     """Let dense networks stand for the expert layers as long as this lasts; the layers then begin anew as these.
 
     With it the ``init_weights`` of a stock model reaches the experts too: each family, and each mode, has its own way

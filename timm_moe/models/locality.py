@@ -1,6 +1,6 @@
-"""What lets transformers learn from small data sets: shifted patches (SPT) and locality self-attention (LSA).
+"""Shifted patches (SPT) and locality self-attention (LSA), which help transformers learn from small data sets.
 
-Both are of "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details are those of the authors' code.
+Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details follow the authors' code.
 
 Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
@@ -13,14 +13,20 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_unshuffle
 
-from ..layers.checks import check_integer
+from ..layers.checks import check_flag, check_integer
+
+
+def check_flags(shifted_patches: bool, locality_attention: bool) -> None:
+    """Raise ValueError unless the two options of a small-data model are booleans."""
+    check_flag("shifted_patches", shifted_patches)
+    check_flag("locality_attention", locality_attention)
 
 
 class ShiftedPatches(nn.Module):
     """Tokens of patches that see beyond their edges: Shifted Patch Tokenization (section 3.1).
 
-    The input and four copies of it, shifted by half a patch along the diagonals and filled up with zeros, are cut into
-    patches together; each patch is flattened, normalised and projected.
+    The input and four copies, shifted diagonally by half a patch and padded with zeros, are cut into patches together.
+    Each patch is flattened, normalised and projected.
 
     Args:
         in_channels: C.
@@ -55,11 +61,11 @@ class ShiftedPatches(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(D, 5 C patch_size^2), of the projection: timm looks for it where it expects a convolution."""
+        """Return the projection's weight, (D, 5 C patch_size^2): timm expects a convolution here and reads it."""
         return self.linear.weight
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, D, H / patch_size, W / patch_size), rounded up, of (B, C, H, W)."""
+        """Map images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size), sides rounded up."""
         height, width = x_BCHW.shape[2:]
         x_BCHW = pad(x_BCHW, (0, -width % self.patch_size, 0, -height % self.patch_size))
         patches = pixel_unshuffle(shifted(x_BCHW, self.patch_size // 2), self.patch_size)
@@ -67,7 +73,7 @@ class ShiftedPatches(nn.Module):
 
 
 def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
-    """(B, 5 C, H, W): the input and four copies, shifted along the diagonals by so many pixels; zeros fill them up."""
+    """Stack the input and four copies, shifted diagonally by ``shift`` pixels and padded with zeros: (B, 5 C, H, W)."""
     diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
     return torch.cat([x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1)
 
@@ -150,28 +156,28 @@ class ShiftedPooling(nn.Module):
 
 
 class _Locality(nn.Module):
-    """What LSA adds to an attention of timm, which multiplies its queries by ``scale``."""
+    """Adds LSA's learned scale to an attention of timm, which multiplies its queries by ``scale``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         weight = self.qkv.weight
         initial = torch.full((self.num_heads, 1, 1), self.scale, device=weight.device, dtype=weight.dtype)
         del self.scale
-        # The authors learn the inverse of the temperature, which an optimizer step changes more, and decay it: with
-        # three dimensions timm's optimizers do so too.
+        # The authors learn the inverse of the temperature and decay it. timm's optimizers decay it too, as it has more
+        # than one dimension.
         self.scale = nn.Parameter(initial)
         self.fused_attn = False  # it has a scale of its own
 
 
 class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_attn is final, to TorchScript
-    """timm's Attention in which no token attends to itself, at a learned temperature for each head (section 3.2).
+    """timm's Attention in which no token attends to itself, with a learned temperature per head (section 3.2).
 
-    Arguments as timm's. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, 1 / sqrt(head
-    dimension) at first.
+    It takes timm's arguments. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, initially
+    1 / sqrt(head dimension).
     """
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """As timm's; a mask must be additive."""
+        """Attend as timm does; a mask must be additive."""
         diagonal_NN = diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN if attn_mask is None else attn_mask + diagonal_NN, **kwargs)
 
@@ -185,6 +191,6 @@ class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]
 
 
 def diagonal(tokens: int, like: Tensor) -> Tensor:
-    """(N, N), 0 but for -inf on the diagonal."""
+    """Make a mask (N, N) with -inf on the diagonal and 0 elsewhere."""
     index = torch.arange(tokens, device=like.device)
     return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], float("-inf"))  # ONNX lacks a bool eye

@@ -1,11 +1,11 @@
-"""The papers that the models come from."""
+"""The papers that describe the models."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Where a paper stands: its arXiv number, first author, title and year."""
+    """A paper: its arXiv number, first author, title and year."""
 
     arxiv: str
     author: str
@@ -13,7 +13,7 @@ class Publication:
     year: int
 
 
-#: By the short names that this package has for them.
+#: By the short name of the method.
 PUBLICATIONS = {
     "EWA": Publication(
         *("2308.06093", "Huang, Yongqi"),

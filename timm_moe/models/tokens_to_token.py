@@ -1,7 +1,7 @@
 """T2T-ViT (arXiv 2101.11986) as "Vision Transformer for Small-Size Datasets" (2112.13492) sizes it.
 
-Images become tokens by overlapping windows that attend to each other and are merged again. Details are those of that
-paper's code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
+Overlapping windows of the image become tokens, which attend to each other and are merged again. Details follow the
+second paper's code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
 from functools import partial
@@ -13,8 +13,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, unfold
 
-from ..layers.checks import check_flag, check_integer
-from .locality import LocalityAttention, diagonal, shifted
+from ..layers.checks import check_integer
+from .locality import LocalityAttention, check_flags, diagonal, shifted
 from .vision_transformer import PreLogitsVisionTransformer
 
 #: Side, stride and padding of the windows that become tokens.
@@ -23,11 +23,11 @@ WINDOW_AREA = 9
 
 
 class TokenAttention(nn.Module):
-    """One head from tokens of one width to another, with the values as its shortcut.
+    """Attention of one head from tokens of one width to another, with the values as its shortcut.
 
     Args:
-        dim: D, of the tokens that come in; the queries are scaled by its root.
-        out_dim: of those that go out.
+        dim: D, width of the input tokens; queries are scaled by 1 / sqrt(D).
+        out_dim: width of the output tokens.
         locality: no token attends to itself, at a learned temperature (LSA).
         device: of the parameters.
         dtype: of the parameters.
@@ -50,7 +50,7 @@ class TokenAttention(nn.Module):
 class TokenTransformer(nn.Module):
     """Attention and MLP between two splits.
 
-    Arguments as :class:`TokenAttention`.
+    It takes the arguments of :class:`TokenAttention`.
     """
 
     def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
@@ -59,7 +59,7 @@ class TokenTransformer(nn.Module):
         self.norm1 = nn.LayerNorm(dim, **like)
         self.attn = TokenAttention(dim, out_dim, locality, **like)
         self.norm2 = nn.LayerNorm(out_dim, **like)
-        self.feed_forward = Mlp(out_dim, out_dim, **like)  # by another name than that of the blocks, which get experts
+        self.feed_forward = Mlp(out_dim, out_dim, **like)  # not "mlp": a module of that name would get experts
 
     def forward(self, x_BND: Tensor) -> Tensor:
         x_BND = self.attn(self.norm1(x_BND))
@@ -67,14 +67,14 @@ class TokenTransformer(nn.Module):
 
 
 class TokensToToken(nn.Module):
-    """(B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
+    """Makes tokens of images: (B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
 
     Args:
         in_channels: C.
         dim: D.
-        splits: each halves the grid; between them tokens attend to each other.
+        splits: number of splits, each of which halves the grid; tokens attend to each other in between.
         token_dim: width of the tokens between splits.
-        shifted_patches: the image and four shifted copies of it come in together (SPT).
+        shifted_patches: stack the image with four shifted copies (SPT).
         locality_attention: see :class:`TokenAttention`.
         device: of the parameters.
         dtype: of the parameters.
@@ -109,12 +109,12 @@ class TokensToToken(nn.Module):
 
 
 def _split(x_BCHW: Tensor) -> Tensor:
-    """(B, N, 9 C): overlapping windows."""
+    """Cut images into overlapping windows, (B, N, 9 C)."""
     return unfold(x_BCHW, **WINDOW).transpose(1, 2)
 
 
 def _as_grid(x_BND: Tensor, before_BCHW: Tensor) -> Tensor:
-    """The tokens of a split in their places."""
+    """Arrange the tokens of a split on their grid."""
     height, width = (-(-side // 2) for side in before_BCHW.shape[2:])
     return x_BND.transpose(1, 2).unflatten(2, (height, width))
 
@@ -124,11 +124,11 @@ class TokensToTokenEmbed(PatchEmbed):
 
     Args:
         img_size: as PatchEmbed.
-        patch_size: a power of 2, the side of what becomes one token in the end.
+        patch_size: side of the area that becomes one token, a power of 2.
         in_chans: channels of the images.
         embed_dim: width of the tokens.
         shifted_patches: see :class:`TokensToToken`.
-        locality_attention: likewise.
+        locality_attention: see :class:`TokensToToken`.
         bias: not used.
         device: of the parameters.
         dtype: of the parameters.
@@ -166,18 +166,18 @@ class TokensToTokenEmbed(PatchEmbed):
         super().set_input_size(img_size)
 
 
-register_notrace_module(TokensToTokenEmbed)  # looks at the size of the grid
+register_notrace_module(TokensToTokenEmbed)  # it branches on the size of the grid
 
 
 class T2TAttention(Attention):
-    """timm's Attention with a shortcut of its own, beside the block's, as in the authors' code."""
+    """timm's Attention with a second shortcut inside the block's, as in the authors' code."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return x + super().forward(x, attn_mask, **kwargs)
 
 
 class T2TLocalityAttention(LocalityAttention):
-    """The same with LSA."""
+    """:class:`T2TAttention` with LSA."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return x + super().forward(x, attn_mask, **kwargs)
@@ -188,7 +188,7 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
 
     Args:
         args: as :class:`PreLogitsVisionTransformer`.
-        shifted_patches: shifted copies of the image beside it (SPT).
+        shifted_patches: stack the image with shifted copies (SPT).
         locality_attention: attention is :class:`LocalityAttention` (LSA), also where tokens are made.
         kwargs: as :class:`PreLogitsVisionTransformer`.
     """
@@ -196,8 +196,7 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     def __init__(
         self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
     ) -> None:
-        check_flag("shifted_patches", shifted_patches)
-        check_flag("locality_attention", locality_attention)
+        check_flags(shifted_patches, locality_attention)
         flags = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
         kwargs["embed_layer"] = partial(TokensToTokenEmbed, **flags)
         kwargs["attn_layer"] = T2TLocalityAttention if locality_attention else T2TAttention
@@ -215,7 +214,7 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
 
 
 def _sinusoids(positions: int, dim: int) -> Tensor:
-    """(positions, D), sines in the even and cosines in the odd columns."""
+    """Compute embeddings (positions, D) with sines in the even and cosines in the odd columns."""
     column = torch.arange(dim, dtype=torch.float64)
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * (column // 2) / dim)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos()).float()
