@@ -9,7 +9,7 @@ from torch import nn
 from ..convert.blocks import copy_sharing_tensors, expert_parameters, moe_layers
 from ..convert.convert import convert_to_moe
 from ..convert.dense import dense_for_now, without_announcements
-from ..convert.routers import moe_options
+from ..convert.registry import moe_options
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
