@@ -20,6 +20,7 @@ from timm.models import save_for_hf
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec
 from timm_moe.export import export as export_module
+from timm_moe.export import outputs as outputs_module
 from timm_moe_cli import main
 
 OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
@@ -143,10 +144,10 @@ def test_parameters_keep_their_types(ewa_vit, tmp_path):
 
 def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeypatch):
     torch.nn.init.trunc_normal_(ewa_vit.head.weight, std=1e-4)
-    outputs = export_module._outputs
+    outputs = outputs_module.outputs
     off = {True: 1.0, False: 1.01}
     monkeypatch.setattr(
-        export_module, "_outputs", lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))]
+        outputs_module, "outputs", lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))]
     )
     with pytest.raises(ValueError, match="outputs differ from the source's"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
