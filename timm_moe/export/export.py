@@ -23,13 +23,14 @@ from .formats import (
     StateDictFormat,
     TimmFormat,
     TransformersFormat,
+    architecture_of,
     is_of_timm,
     is_of_transformers,
     timm_model_in,
 )
 from .history import ENTRY, Experts, History, find_history
 from .options import Labels, ModelOptions, grouped
-from .outputs import are_finite, compare, inputs_for, source_outputs
+from .outputs import compare, inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class _Candidate:
     """A model on its way to a folder.
 
     Attributes:
-        model: a copy that may be changed.
-        layout: writes the folder and reads it again.
+        model: the exporter's own copy.
+        layout: writes the folder and reads it again; it knows the entries of config.json.
         inputs: arguments for the comparison of outputs, or None.
         expected: outputs that the model must give after it was written.
         exact: whether they are the outputs of the source.
@@ -125,18 +126,15 @@ def export_dense(
     """
     (settings,) = grouped(options, ModelOptions)
     target = check_target(output_dir, overwrite)
-    candidate = _prepare(_load(source, settings), source, settings, allow_nonfinite, method)
-    candidate = _make_dense(candidate, method, svd_ratio)
-    _require_finite_outputs(candidate, allow_nonfinite)
+    candidate = _load(source, settings, allow_nonfinite, method)
+    candidate = _make_dense(candidate, method, svd_ratio, allow_nonfinite)
     with _staging_folder(target, overwrite) as folder:
         _write(candidate, folder, target)
         del candidate.model  # it need not be in memory beside the one that is loaded
         written, difference = _verify(candidate, folder)
         publish(folder, target, _file_names(folder, target))
-    layout = candidate.layout
-    return Export(
-        target, layout.architecture(written), parameters(written), difference, candidate.exact, layout.library
-    )
+    architecture, library = architecture_of(written), candidate.layout.library
+    return Export(target, architecture, parameters(written), difference, candidate.exact, library)
 
 
 def export_moe(
@@ -171,14 +169,12 @@ def export_moe(
     """
     (settings,) = grouped({**options, "model_args": model_args}, ModelOptions)
     target = check_target(output_dir, overwrite)
-    model = _require_registered_experts(_load(source, settings))
-    candidate = _prepare(model, source, settings, allow_nonfinite)
-    candidate.expected = source_outputs(candidate.model, candidate.inputs)
-    _require_finite_outputs(candidate, allow_nonfinite)
+    candidate = _load(source, settings, allow_nonfinite, method=None)
+    candidate.expected = source_outputs(candidate.model, candidate.inputs, allow_nonfinite)
     with _staging_folder(target, overwrite) as folder:
         _write(candidate, folder, target)
         _verify(candidate, folder)
-        publish(folder, target, _file_names(folder, target))
+        publish(folder, target, FILES)
     return target
 
 
@@ -200,8 +196,38 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
 # --- load
 
 
-def _load(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Module:
-    """Load the model of a source, without wrappers; a model in memory that the exporter may change."""
+def _load(
+    source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinite: bool, method: str | None
+) -> _Candidate:
+    """Load and check a source, and find out all that config.json and the comparison of outputs need.
+
+    Args:
+        source: of the user.
+        settings: of the user.
+        allow_nonfinite: let NaN and Inf pass.
+        method: how the experts will become one network; None if they remain.
+    """
+    model = _load_model(source, settings)
+    if method is None:
+        _require_registered_experts(model)
+    if not allow_nonfinite:
+        _require_finite_weights(model)
+    history = find_history(source, model, settings.use_ema)
+    if method is not None and moe_layers(model):
+        history = replace(history, experts=Experts.of(model), method=method)
+    layout: Format
+    if is_of_timm(model):
+        has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
+        labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
+        loader = "timm with timm_moe" if method is None else "Stock timm"
+        layout = TimmFormat(settings.model_args, {**labels, ENTRY: history.to_config()}, loader)
+    else:
+        layout = _foreign_layout(model, settings, history)
+    return _Candidate(model, layout, inputs_for(model, settings.example_inputs))
+
+
+def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Module:
+    """Load a model without wrappers; a model in memory is copied, except for its tensors."""
     if not isinstance(source, nn.Module):
         _logger.info("Loading %s ...", source)
         return unwrapped(load_source(source, settings.spec, settings.use_ema))
@@ -216,35 +242,19 @@ def _load(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Module:
     return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
 
 
-def _prepare(
-    model: nn.Module,
-    source: nn.Module | str | Path,
-    settings: ModelOptions,
-    allow_nonfinite: bool,
-    method: str | None = None,
-) -> _Candidate:
-    """Check the weights, and find out all that config.json and the comparison of outputs need.
-
-    Args:
-        model: from :func:`_load`.
-        source: holds the model's history.
-        settings: of the user.
-        allow_nonfinite: let NaN and Inf pass.
-        method: how the experts will become one network; None if they remain.
-    """
-    if not allow_nonfinite:
-        _require_finite_weights(model)
-    history = find_history(source, model, settings.use_ema)
-    if method is not None and moe_layers(model):
-        history = replace(history, experts=Experts.of(model), method=method)
-    layout: Format
-    if is_of_timm(model):
-        has_own_config = not isinstance(source, nn.Module) and not Path(source).is_file()
-        loader = "timm with timm_moe" if method is None else "Stock timm"
-        layout = _timm_layout(model, settings, history, has_own_config, loader)
-    else:
-        layout = _foreign_layout(model, settings, history)
-    return _Candidate(model, layout, inputs_for(model, layout, settings.example_inputs))
+def _require_registered_experts(model: nn.Module) -> None:
+    if not moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+    if not is_of_timm(model):
+        raise ValueError(
+            f"This {type(model).__name__} was not made by timm.create_model, so nothing could create it with its "
+            "experts by a name: save its state_dict(), and load that into a model that was converted alike."
+        )
+    if not is_registered_here(architecture_of(model)):
+        raise ValueError(
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
+            "registered model of timm_moe and load the weights into it."
+        )
 
 
 def _require_finite_weights(model: nn.Module) -> None:
@@ -258,54 +268,18 @@ def _require_finite_weights(model: nn.Module) -> None:
             )
 
 
-def _require_finite_outputs(candidate: _Candidate, allow_nonfinite: bool) -> None:
-    if not allow_nonfinite and not are_finite(candidate.expected):
-        raise ValueError(
-            "The model's weights are finite, but its outputs on random images hold NaN or Inf; pass --allow-nonfinite "
-            "(allow_nonfinite=True) to export it all the same."
-        )
+def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
+    """Write the input size, classes and licence of the weights to a timm model's config; return the class names.
 
-
-def _require_registered_experts(model: nn.Module) -> nn.Module:
-    if not moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not is_of_timm(model):
-        raise ValueError(
-            f"This {type(model).__name__} was not made by timm.create_model, so nothing could create it with its "
-            "experts by a name: save its state_dict(), and load that into a model that was converted alike."
-        )
-    if not is_registered_here(get_pretrained_cfg(model)["architecture"]):
-        raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
-            "registered model of timm_moe and load the weights into it."
-        )
-    return model
-
-
-# --- config.json
-
-
-def _timm_layout(
-    model: nn.Module, settings: ModelOptions, history: History, has_own_config: bool, loader: str
-) -> TimmFormat:
-    """Write the current input size, classes and licence to the model's config, and return timm's layout.
-
-    Args:
-        model: the exporter's own copy.
-        settings: of the user.
-        history: for config.json.
-        has_own_config: whether the source is a folder or repository. The licence in the config of any other source
-            belongs to weights that it may never have held, unless training began from them.
-        loader: name of the reader for error messages.
+    The licence in the config is kept only on request: it may belong to weights that the model never held.
     """
-    labels = stated_labels(model, settings)
-    cfg = get_pretrained_cfg(model)
-    license = settings.license or (cfg.get("license") if has_own_config or history.base else None)
+    labels, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
+    license = settings.license or (cfg.get("license") if keep_license else None)
     stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
     kept = {name: value for name, value in cfg.items() if name not in stale}
     current = {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
     set_pretrained_cfg(model, {**kept, **current, **({"license": license} if license else {})})
-    return TimmFormat(settings.model_args, {**labels, ENTRY: history.to_config()}, loader)
+    return labels
 
 
 def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> TransformersFormat | StateDictFormat:
@@ -317,7 +291,7 @@ def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) 
         return StateDictFormat({**entries, ENTRY: history.to_config()})
     config: Any = model.config
     if settings.label_names is not None:
-        names = _checked_labels(config.num_labels, settings)["label_names"]
+        names = settings.checked_labels(config.num_labels)["label_names"]
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     recorded = getattr(config, ENTRY, {})  # of a model that was exported before
@@ -325,7 +299,6 @@ def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) 
 
 
 def _refuse(model: nn.Module, **given: Any) -> None:
-    """Raise ValueError if an option is given that has no meaning for a model."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
@@ -333,46 +306,30 @@ def _refuse(model: nn.Module, **given: Any) -> None:
 
 def stated_labels(model: nn.Module, labels: Labels) -> dict[str, Any]:
     """Return the entries of config.json that name the classes: the user's, or else those in the model's own config."""
-    cfg = get_pretrained_cfg(model)
     if labels.label_names is not None:
-        return _checked_labels(model.num_classes, labels)
+        return labels.checked_labels(model.num_classes)
     if labels.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
+    cfg = get_pretrained_cfg(model)
     names = cfg.get("label_names")
     if not names:
         return {}
     if isinstance(names, dict):  # by number
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
     try:
-        return _checked_labels(model.num_classes, Labels(names, cfg.get("label_descriptions")))
+        return Labels(names, cfg.get("label_descriptions")).checked_labels(model.num_classes)
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
 
 
-def _checked_labels(num_classes: Any, labels: Labels) -> dict[str, Any]:
-    """Return the entries of config.json for labels; raise ValueError if they do not fit the number of classes."""
-    given: Any = labels.label_names
-    names = [given] if isinstance(given, str) else list(given)
-    if len(names) != num_classes:
-        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"The name of a class must be a text, got {name!r}.")
-    descriptions = dict(labels.label_descriptions or {})
-    for name, text in descriptions.items():
-        if name not in names or not isinstance(text, str):
-            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
-    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
-
-
 # --- dense, write, verify
 
 
-def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None) -> _Candidate:
+def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, allow_nonfinite: bool) -> _Candidate:
     """Replace the experts of each layer by one network, and run the model for the comparison.
 
-    The outputs are those of the experts where the dense model computes the same function, else of the dense model.
+    The outputs are those of the experts if the dense model computes the same function, otherwise of the dense model.
     """
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
@@ -382,13 +339,13 @@ def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None) -> 
             "evaluate it, or train it on as a student.",
             method,
         )
-    expected = source_outputs(model, candidate.inputs) if exact else None
+    expected = source_outputs(model, candidate.inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
-        del layers  # so that each can go before the next one is made
+        del layers  # each layer goes before the next network is made
         to_dense_(model, method, svd_ratio)
-    if expected is None:
-        expected = source_outputs(model, candidate.inputs)
+    if not exact:
+        expected = source_outputs(model, candidate.inputs, allow_nonfinite)
     return replace(candidate, expected=expected, exact=exact)
 
 
@@ -403,7 +360,6 @@ def _staging_folder(target: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _write(candidate: _Candidate, folder: Path, target: Path) -> None:
-    """Write a model's files; raise OSError, which names the target, if that fails."""
     try:
         candidate.layout.write(candidate.model, folder)
     except (OSError, SafetensorError) as error:

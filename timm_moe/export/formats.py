@@ -33,25 +33,11 @@ class Format(Protocol):
 
     library: str
 
-    def image_shape(self, model: nn.Module) -> tuple[int, ...] | None:
-        """Return (channels, height, width) of the images that a model takes, or None if it does not say."""
-
     def write(self, model: nn.Module, folder: Path) -> None:
-        """Write the files of a model, which is the exporter's own copy, to an empty folder.
-
-        Raises:
-            ValueError: if something in the model cannot be written.
-        """
+        """Write a model's files to an empty folder; raise ValueError if something in it cannot be written."""
 
     def read(self, folder: Path) -> nn.Module:
-        """Load the model that was written last from its files, in eval mode.
-
-        Raises:
-            ValueError: if that fails, or a tensor differs from the one in the model that was written.
-        """
-
-    def architecture(self, model: nn.Module) -> str:
-        """Return the library's name of the model."""
+        """Load the files in eval mode; raise ValueError if a tensor differs from the written one."""
 
 
 class TimmFormat:
@@ -65,14 +51,15 @@ class TimmFormat:
 
     library = "timm"
 
-    def __init__(self, model_args: dict[str, Any] | None, entries: dict[str, Any], loader: str = "Stock timm"):
-        self.model_args, self.entries, self.loader = model_args, entries, loader
-
-    def image_shape(self, model: nn.Module) -> tuple[int, ...]:
-        return tuple(get_pretrained_cfg(model)["input_size"])
+    def __init__(self, model_args: dict[str, Any] | None, entries: dict[str, Any], loader: str):
+        self.model_args, self.entries, self.loader = model_args or {}, entries, loader
 
     def write(self, model: nn.Module, folder: Path) -> None:
-        args = {**_recorded_args(model), **(self.model_args or {})}
+        if hasattr(timm.models, "get_model_args"):  # it knows later changes, too
+            args = timm.models.get_model_args(model)
+        else:  # older versions of timm; this package records them
+            args = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
+        args.update(self.model_args)
         handle = model.register_state_dict_post_hook(_copy_repeated)
         try:
             save_for_hf(model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
@@ -87,9 +74,6 @@ class TimmFormat:
     def read(self, folder: Path) -> nn.Module:
         return load_checked(folder, self.loader)
 
-    def architecture(self, model: nn.Module) -> str:
-        return get_pretrained_cfg(model)["architecture"]
-
 
 class TransformersFormat:
     """Layout that ``from_pretrained`` of a class of Hugging Face transformers reads.
@@ -102,15 +86,6 @@ class TransformersFormat:
 
     def __init__(self, entries: dict[str, Any]):
         self.entries = entries
-
-    def image_shape(self, model: Any) -> tuple[int, ...] | None:
-        if model.main_input_name != "pixel_values":
-            return None
-        for config in (model.config, getattr(model.config, "vision_config", None)):
-            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-            if size and channels:
-                return channels, *((size, size) if isinstance(size, int) else size)
-        return None
 
     def write(self, model: Any, folder: Path) -> None:
         self.written = model
@@ -129,11 +104,6 @@ class TransformersFormat:
         _require_equal(self.written.state_dict(), model.state_dict(), loader)
         return model
 
-    def architecture(self, model: nn.Module) -> str:
-        """Return the name of the class, with its module if it is not one of transformers."""
-        path = class_path(model)
-        return path.rpartition(".")[2] if path.startswith("transformers.") else path
-
 
 class StateDictFormat:
     """Layout that ``model.load_state_dict(load_file("FOLDER/model.safetensors"))`` reads.
@@ -149,10 +119,6 @@ class StateDictFormat:
     def __init__(self, entries: dict[str, Any]):
         self.entries = entries
 
-    def image_shape(self, model: nn.Module) -> tuple[int, ...] | None:
-        size = getattr(model, "image_size", None)  # of torchvision's VisionTransformer
-        return (3, size, size) if type(size) is int else None
-
     def write(self, model: nn.Module, folder: Path) -> None:
         self.written = model
         state_dict = model.state_dict()
@@ -165,7 +131,7 @@ class StateDictFormat:
         _copy_repeated(model, state_dict, "", None)
         tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        path = class_path(model)
+        path = architecture_of(model)
         library = "torchvision" if path.startswith("torchvision.") else self.library
         # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
         stated = {"architecture": f"class {path}", "model_type": "state_dict", "library": library}
@@ -184,9 +150,6 @@ class StateDictFormat:
             ) from error
         return model.eval()
 
-    def architecture(self, model: nn.Module) -> str:
-        return class_path(model)
-
 
 def is_of_timm(model: nn.Module) -> bool:
     """Return whether ``timm.create_model`` made a model."""
@@ -199,9 +162,12 @@ def is_of_transformers(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def class_path(model: nn.Module) -> str:
-    """Return the module and name of a model's class."""
-    return f"{type(model).__module__}.{type(model).__qualname__}"
+def architecture_of(model: nn.Module) -> str:
+    """Return timm's name of a model, or its class with the module; of transformers' own classes the name alone."""
+    if is_of_timm(model):
+        return get_pretrained_cfg(model)["architecture"]
+    module, name = type(model).__module__, type(model).__qualname__
+    return name if is_of_transformers(model) and module.startswith("transformers.") else f"{module}.{name}"
 
 
 def timm_model_in(model: nn.Module) -> nn.Module:
@@ -298,10 +264,3 @@ def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
         if memory in seen:
             state_dict[name] = tensor.clone()
         seen.add(memory)
-
-
-def _recorded_args(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a model's creation that timm, or this package for an older timm, has recorded."""
-    if hasattr(timm.models, "get_model_args"):  # it knows later changes, too
-        return timm.models.get_model_args(model)
-    return {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}

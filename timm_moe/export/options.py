@@ -23,6 +23,21 @@ class Labels:
     label_names: Sequence[str] | None = None
     label_descriptions: Mapping[str, str] | None = None
 
+    def checked_labels(self, num_classes: Any) -> dict[str, Any]:
+        """Return the entries of config.json; raise ValueError if they do not fit the number of classes."""
+        given: Any = self.label_names
+        names = [given] if isinstance(given, str) else list(given)
+        if len(names) != num_classes:
+            raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
+        for name in names:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"The name of a class must be a text, got {name!r}.")
+        descriptions = dict(self.label_descriptions or {})
+        for name, text in descriptions.items():
+            if name not in names or not isinstance(text, str):
+                raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+        return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
+
 
 @dataclass(frozen=True)
 class ModelOptions(Labels):
