@@ -1,7 +1,6 @@
 """The README.md of a repository on the Hub: the model, its training, and the code that loads it."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,21 +129,13 @@ def timm_facts(model: nn.Module, destination: Destination) -> Facts:
 
 
 def foreign_facts(export: Export, config: dict[str, Any], destination: Destination) -> Facts:
-    """Describe a dense model that timm did not make.
-
-    Args:
-        export: of the model, by :func:`timm_moe.export_dense`.
-        config: its config.json.
-        destination: repository for the code that loads it.
-    """
+    """Describe a dense model that timm did not make, from its export and its config.json."""
     architecture = export.architecture
-    module, _, name = architecture.rpartition(".")
-    place = {
-        "repo_id": destination.repo_id,
-        "revision": f', revision="{destination.revision}"' if destination.revision else "",
-    }
+    revision = f', revision="{destination.revision}"' if destination.revision else ""
+    place = {"repo_id": destination.repo_id, "revision": revision}
     classifies = export.library == "transformers" and architecture.endswith("ForImageClassification")
     if export.library == "transformers":
+        module, _, name = architecture.rpartition(".")
         needed = f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
         kind = f"A `{architecture}` of Hugging Face transformers{_purpose(config, classifies)}."
         use = _TRANSFORMERS_USE.format(needed=needed, module=module or "transformers", name=name, **place)
@@ -174,159 +165,89 @@ def _purpose(config: dict[str, Any], classifies: bool) -> str:
     return f" for {' and '.join(known)}" if known else ""
 
 
-@dataclass(frozen=True)
-class Card:
-    """A model card; ``str(card)`` is its text.
+def card(facts: Facts, history: History, statements: Statements, destination: Destination) -> str:
+    """Return the text of a model card.
 
-    Attributes:
+    Args:
         facts: of the model that is published.
         history: where the weights came from.
-        statements: of the publisher.
+        statements: of the publisher; they replace the history's.
         destination: repository of the model.
     """
+    experts = facts.experts or history.experts
+    method = None if facts.experts else history.method  # by which one network was made of the experts
+    is_what_was_measured = experts is None or method is None or (experts.mean and method == "average")
+    metrics = statements.metrics or (history.metrics if is_what_was_measured else {})
+    dataset = statements.dataset or history.dataset
+    images = statements.dataset if statements.metrics else dataset or "validation images of the training run"
+    text = _CARD.format(
+        metadata=_metadata(facts, history, destination, metrics, images, _dataset_id(history, statements)),
+        title=destination.title,
+        model=_model(facts, experts, method, is_what_was_measured),
+        use=facts.use,
+        training=_training(history, dataset),
+        results=_results(history, metrics, images, stated=bool(statements.metrics)),
+        license=_license(facts, history, stated=bool(statements.license)),
+        citation=_citation(facts, experts, method),
+    )
+    return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
 
-    facts: Facts
-    history: History
-    statements: Statements
-    destination: Destination
 
-    def __str__(self) -> str:
-        text = _CARD.format(
-            metadata=self._metadata().to_yaml(),
-            title=self.destination.title,
-            model=self._model(),
-            use=self.facts.use,
-            training=self._training(),
-            results=self._results(),
-            license=self._license(),
-            citation=self._citation(),
+def _dataset_id(history: History, statements: Statements) -> str | None:
+    """Return the name of the data set on the Hub, if it is one."""
+    dataset = statements.dataset or (history.dataset if history.dataset_on_hub else None)
+    try:
+        validate_repo_id(dataset or "")
+    except ValueError:
+        return None
+    return dataset
+
+
+def _metadata(
+    facts: Facts,
+    history: History,
+    destination: Destination,
+    metrics: dict[str, float],
+    images: str | None,
+    dataset_id: str | None,
+) -> str:
+    results = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=dataset_id or "imagefolder",
+            dataset_name=images or "not stated",
+            metric_type=METRICS.get(name, (name, name))[1],
+            metric_name=METRICS.get(name, (name, name))[0],
+            metric_value=value,
         )
-        return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
+        for name, value in metrics.items()
+    ]
+    return ModelCardData(
+        tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
+        pipeline_tag=facts.task,
+        library_name=facts.library,
+        license=facts.license,
+        base_model=history.base,
+        datasets=[dataset_id] if dataset_id else None,
+        model_name=destination.title,
+        eval_results=results or None,
+    ).to_yaml()
 
-    @property
-    def _experts(self) -> Experts | None:
-        """Experts of the model, or those that it was made of."""
-        return self.facts.experts or self.history.experts
 
-    @property
-    def _method(self) -> str | None:
-        """How one network was made of the experts; None if the model has experts or never had any."""
-        return None if self.facts.experts else self.history.method
-
-    @property
-    def _is_another_function(self) -> bool:
-        """Whether the outputs differ from those of the expert model that was evaluated in training."""
-        if self._experts is None or self._method is None:
-            return False
-        return not (self._experts.mean and self._method == "average")
-
-    @property
-    def _metrics(self) -> Mapping[str, float]:
-        """Results of the published model."""
-        return self.statements.metrics or ({} if self._is_another_function else self.history.metrics)
-
-    @property
-    def _dataset(self) -> str | None:
-        return self.statements.dataset or self.history.dataset
-
-    @property
-    def _measured_on(self) -> str | None:
-        """Images of the results, as far as they are known."""
-        if self.statements.metrics:
-            return self.statements.dataset
-        return self._dataset or "validation images of the training run"
-
-    @property
-    def _dataset_id(self) -> str | None:
-        """Name of the data set on the Hub, if it is one."""
-        if not self.statements.dataset and not self.history.dataset_on_hub:
-            return None
-        try:
-            validate_repo_id(self._dataset)
-        except ValueError:
-            return None
-        return self._dataset
-
-    def _metadata(self) -> ModelCardData:
-        facts = self.facts
-        results = [
-            EvalResult(
-                task_type="image-classification",
-                dataset_type=self._dataset_id or "imagefolder",
-                dataset_name=self._measured_on or "not stated",
-                metric_type=METRICS.get(name, (name, name))[1],
-                metric_name=METRICS.get(name, (name, name))[0],
-                metric_value=value,
-            )
-            for name, value in self._metrics.items()
-        ]
-        return ModelCardData(
-            tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
-            pipeline_tag=facts.task,
-            library_name=facts.library,
-            license=facts.license,
-            base_model=self.history.base,
-            datasets=[self._dataset_id] if self._dataset_id else None,
-            model_name=self.destination.title,
-            eval_results=results or None,
+def _model(facts: Facts, experts: Experts | None, method: str | None, is_what_was_measured: bool) -> str:
+    lines, sizes = [facts.kind], dict(facts.sizes)
+    if experts is not None:
+        lines += ["", _of_experts(experts, method)]
+        if not facts.experts:
+            sizes["in training, with experts"] = experts.parameters
+    if not is_what_was_measured:
+        lines.append(
+            "In training the experts themselves were evaluated: this dense model is another function than theirs."
         )
-
-    def _model(self) -> str:
-        lines = [self.facts.kind]
-        if self._experts is not None:
-            lines += ["", _of_experts(self._experts, self._method)]
-        if self._is_another_function:
-            lines.append(
-                "In training the experts themselves were evaluated: this dense model is another function than theirs."
-            )
-        sizes = dict(self.facts.sizes)
-        if self._experts is not None and not self.facts.experts:
-            sizes["in training, with experts"] = self._experts.parameters
-        return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in sizes.items()})])
-
-    def _training(self) -> str:
-        history = self.history
-        if history.file is None:
-            return ""
-        text = f"From `{public(history.file)}`{' (its EMA weights)' if history.ema else ''}"
-        if not history.options:
-            return f"{text}."
-        text += ", which timm's train.py wrote"
-        if history.epoch is not None:
-            text += f" after epoch {history.epoch} (from 0)"
-        start = history.base or history.start
-        if start:
-            text += f"; it began from the weights of `{public(start)}`"
-        options = {**history.options, **({"dataset": self._dataset} if self._dataset else {})}
-        shown = {public(name): f"`{public(value)}`" for name, value in options.items()}
-        return f"{text}.\n\n{_table(('option', 'value'), shown)}"
-
-    def _results(self) -> str:
-        if not self._metrics:
-            if not self.history.metrics:
-                return ""
-            return "None: what was measured in training belongs to the expert model, not to this dense one."
-        where = "Stated by the publisher" if self.statements.metrics else "Measured by train.py after that epoch"
-        on = f" on {self._measured_on}" if self._measured_on else ""
-        rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in self._metrics.items()}
-        return f"{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
-
-    def _license(self) -> str:
-        if not self.facts.license:
-            return "Not stated: ask the publisher before you use the weights."
-        license = public(self.facts.license)
-        if self.statements.license:
-            return license
-        return f"{license}, {'that of the pretrained weights' if self.history.base else 'as its config.json states'}."
-
-    def _citation(self) -> str:
-        papers = _papers(self._experts, self._method) if self._experts else papers_of(self.facts.architecture)
-        entries = [PUBLICATIONS[name].bibtex() for name in papers]
-        return "\n".join(["```bibtex", *entries, "```"]) if entries else ""
+    return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in sizes.items()})])
 
 
 def _of_experts(experts: Experts, method: str | None) -> str:
-    """Describe the experts in one sentence."""
     where = f"in each of {experts.layers} layers" if experts.layers > 1 else "in one layer"
     held = f"{experts.experts} experts {where}" + (" and a shared one" if experts.shared else "")
     if method is None:
@@ -338,14 +259,49 @@ def _of_experts(experts: Experts, method: str | None) -> str:
     return f"It was trained as `{name}` with {held}, of which one network was made (`{public(method)}`)."
 
 
-def _papers(experts: Experts, method: str | None) -> list[str]:
-    """List the papers of a model's family, its averaging and its method; the text names the paper of fused experts."""
-    found = papers_of(experts.model)
-    if experts.fused and not experts.averaged:
-        return found
-    averaged = ["EWA"] if experts.averaged else []
-    gathered = ["OneS"] if method not in (None, "average") else []
-    return list(dict.fromkeys([*found, *averaged, *gathered])) or ["V-MoE"]
+def _training(history: History, dataset: str | None) -> str:
+    if history.file is None:
+        return ""
+    text = f"From `{public(history.file)}`{' (its EMA weights)' if history.ema else ''}"
+    if not history.options:
+        return f"{text}."
+    text += ", which timm's train.py wrote"
+    if history.epoch is not None:
+        text += f" after epoch {history.epoch} (from 0)"
+    start = history.base or history.start
+    if start:
+        text += f"; it began from the weights of `{public(start)}`"
+    options = {**history.options, **({"dataset": dataset} if dataset else {})}
+    shown = {public(name): f"`{public(value)}`" for name, value in options.items()}
+    return f"{text}.\n\n{_table(('option', 'value'), shown)}"
+
+
+def _results(history: History, metrics: dict[str, float], images: str | None, stated: bool) -> str:
+    if not metrics:
+        absent = "None: what was measured in training belongs to the expert model, not to this dense one."
+        return absent if history.metrics else ""
+    where = "Stated by the publisher" if stated else "Measured by train.py after that epoch"
+    on = f" on {images}" if images else ""
+    rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in metrics.items()}
+    return f"{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
+
+
+def _license(facts: Facts, history: History, stated: bool) -> str:
+    if not facts.license:
+        return "Not stated: ask the publisher before you use the weights."
+    origin = ", that of the pretrained weights." if history.base else ", as its config.json states."
+    return public(facts.license) + ("" if stated else origin)
+
+
+def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:
+    """Cite the papers of a model's family, its averaging and its method; the text names the paper of fused experts."""
+    papers = papers_of(facts.architecture if experts is None else experts.model)
+    if experts is not None and not (experts.fused and not experts.averaged):
+        averaged = ["EWA"] if experts.averaged else []
+        gathered = ["OneS"] if method not in (None, "average") else []
+        papers = list(dict.fromkeys([*papers, *averaged, *gathered])) or ["V-MoE"]
+    entries = [PUBLICATIONS[name].bibtex() for name in papers]
+    return "\n".join(["```bibtex", *entries, "```"]) if entries else ""
 
 
 def _table(head: tuple[str, str], rows: dict[str, str]) -> str:

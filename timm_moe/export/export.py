@@ -29,7 +29,7 @@ from .formats import (
     timm_model_in,
 )
 from .history import ENTRY, Experts, History, find_history
-from .options import Labels, ModelOptions, grouped
+from .options import ModelOptions, checked_labels, grouped
 from .outputs import compare, inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
@@ -183,8 +183,6 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     if str(output_dir).startswith(("hf-hub:", "local-dir:")):
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
     target = Path(output_dir)
-    if target.is_dir():
-        target = target.resolve() if target.is_symlink() or not target.name else target
     check_folder(target, FILES, overwrite=True)
     if not overwrite and holds_something(target):
         raise FileExistsError(
@@ -291,7 +289,7 @@ def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) 
         return StateDictFormat({**entries, ENTRY: history.to_config()})
     config: Any = model.config
     if settings.label_names is not None:
-        names = settings.checked_labels(config.num_labels)["label_names"]
+        names = checked_labels(config.num_labels, settings.label_names)["label_names"]
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     recorded = getattr(config, ENTRY, {})  # of a model that was exported before
@@ -304,11 +302,11 @@ def _refuse(model: nn.Module, **given: Any) -> None:
             raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
 
 
-def stated_labels(model: nn.Module, labels: Labels) -> dict[str, Any]:
+def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     """Return the entries of config.json that name the classes: the user's, or else those in the model's own config."""
-    if labels.label_names is not None:
-        return labels.checked_labels(model.num_classes)
-    if labels.label_descriptions is not None:
+    if settings.label_names is not None:
+        return checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
+    if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
     cfg = get_pretrained_cfg(model)
     names = cfg.get("label_names")
@@ -317,7 +315,7 @@ def stated_labels(model: nn.Module, labels: Labels) -> dict[str, Any]:
     if isinstance(names, dict):  # by number
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
     try:
-        return Labels(names, cfg.get("label_descriptions")).checked_labels(model.num_classes)
+        return checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}

@@ -1,4 +1,8 @@
-"""Layouts of a model's folder: timm's, that of Hugging Face transformers, or a state dict of the model's own class."""
+"""Layouts of a model's folder: timm's, that of Hugging Face transformers, or a state dict of the model's own class.
+
+``write`` puts the files of a model into an empty folder, ``read`` loads them in eval mode. Both raise ValueError: if
+something in the model cannot be written, or if a tensor that was read differs from the written one.
+"""
 
 import copy
 import json
@@ -7,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import timm
 import torch
@@ -22,22 +26,6 @@ from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 
 #: Files of a model; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")
-
-
-class Format(Protocol):
-    """A layout of a model's folder.
-
-    Attributes:
-        library: library that reads it: ``"timm"``, ``"transformers"`` or ``"pytorch"``.
-    """
-
-    library: str
-
-    def write(self, model: nn.Module, folder: Path) -> None:
-        """Write a model's files to an empty folder; raise ValueError if something in it cannot be written."""
-
-    def read(self, folder: Path) -> nn.Module:
-        """Load the files in eval mode; raise ValueError if a tensor differs from the written one."""
 
 
 class TimmFormat:
@@ -89,10 +77,7 @@ class TransformersFormat:
 
     def write(self, model: Any, folder: Path) -> None:
         self.written = model
-        try:
-            model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{type(model).__name__}.save_pretrained fails: {first_problem(error)}") from error
+        model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
         _write_config(folder, {**json.loads((folder / "config.json").read_text()), **self.entries})
 
     def read(self, folder: Path) -> nn.Module:
@@ -141,14 +126,11 @@ class StateDictFormat:
         tensors = load_file(folder / "model.safetensors")
         _require_equal(self.written.state_dict(), tensors, "safetensors")
         model = copy.deepcopy(self.written)
-        try:
-            model.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{type(model).__name__}.load_state_dict does not take the model's own state dict: "
-                f"{first_problem(error)}"
-            ) from error
+        model.load_state_dict(tensors)
         return model.eval()
+
+
+Format = TimmFormat | TransformersFormat | StateDictFormat
 
 
 def is_of_timm(model: nn.Module) -> bool:

@@ -12,35 +12,7 @@ from ..checkpoints.source import ModelSpec, describe
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Names of the classes.
-
-    Attributes:
-        label_names: in the order of the classes; by default the names in the source's config.
-        label_descriptions: texts by class name. Only models of timm have them.
-    """
-
-    label_names: Sequence[str] | None = None
-    label_descriptions: Mapping[str, str] | None = None
-
-    def checked_labels(self, num_classes: Any) -> dict[str, Any]:
-        """Return the entries of config.json; raise ValueError if they do not fit the number of classes."""
-        given: Any = self.label_names
-        names = [given] if isinstance(given, str) else list(given)
-        if len(names) != num_classes:
-            raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
-        for name in names:
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"The name of a class must be a text, got {name!r}.")
-        descriptions = dict(self.label_descriptions or {})
-        for name, text in descriptions.items():
-            if name not in names or not isinstance(text, str):
-                raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
-        return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
-
-
-@dataclass(frozen=True)
-class ModelOptions(Labels):
+class ModelOptions:
     """How a source is read, and the entries of config.json that the user states.
 
     Attributes:
@@ -52,6 +24,8 @@ class ModelOptions(Labels):
             config of a folder or repository.
         example_inputs: arguments of the model for the comparison of outputs: a tensor, a tuple of arguments, or a dict
             of keyword arguments. By default two random images of the size that the model states.
+        label_names: names of the classes, in order; by default the names in the source's config.
+        label_descriptions: texts by class name. Only models of timm have them.
     """
 
     spec: ModelSpec | None = None
@@ -59,6 +33,8 @@ class ModelOptions(Labels):
     model_args: dict[str, Any] | None = None
     license: str | None = None
     example_inputs: Any = None
+    label_names: Sequence[str] | None = None
+    label_descriptions: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +104,23 @@ class Destination:
     def model_name(self) -> str:
         """Name for ``timm.create_model``."""
         return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+
+
+def checked_labels(
+    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the entries of config.json for class names; raise ValueError if they do not fit the number of classes."""
+    names = [label_names] if isinstance(label_names, str) else list(label_names)
+    if len(names) != num_classes:
+        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a class must be a text, got {name!r}.")
+    descriptions = dict(label_descriptions or {})
+    for name, text in descriptions.items():
+        if name not in names or not isinstance(text, str):
+            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
 
 
 def grouped(options: Mapping[str, Any], *kinds: type) -> list[Any]:

@@ -32,10 +32,10 @@ from ..checkpoints.source import ModelSpec, describe, load_source
 from ..convert.blocks import moe_layers
 from ..files import scratch_folder
 from ..version import __version__
-from .card import Card, foreign_facts, timm_facts
-from .export import Export, export_dense, export_moe, stated_labels
+from .card import card, foreign_facts, timm_facts
+from .export import export_dense, export_moe, stated_labels
 from .formats import drop_second_num_classes, load_checked
-from .history import recorded_history
+from .history import History, recorded_history
 from .options import Destination, ModelOptions, Statements, grouped
 
 _logger = logging.getLogger(__name__)
@@ -123,8 +123,13 @@ def push_dense(
         export = export_dense(source, temporary / "model", method, svd_ratio=svd_ratio, **vars(settings))
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
-        card = _card_of(export, destination, statements)
-        return _publish(export.path, card, destination, api, [file.name for file in export.path.iterdir()])
+        made, history = export.path, recorded_history(export.path)
+        if export.library == "timm":
+            text = _card_of_folder(made, history, destination, statements)
+        else:
+            config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+            text = card(foreign_facts(export, config, destination), history, statements, destination)
+        return _publish(made, text, destination, api, [file.name for file in made.iterdir()])
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -150,7 +155,8 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         return _publish_folder(folder, model, destination, statements, settings, api)
     with scratch_folder("push") as temporary:
         made = export_moe(source, temporary / "model", **vars(settings))
-        return _publish(made, _card_of_folder(made, made, destination, statements), destination, api)
+        text = _card_of_folder(made, recorded_history(made), destination, statements)
+        return _publish(made, text, destination, api)
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -238,7 +244,8 @@ def _publish_folder(
     labels = stated_labels(model, settings) if has_labels else {}
     with scratch_folder("push") as temporary:
         made = _with_statements(folder, temporary / "model", statements.license, labels)
-        return _publish(made, _card_of_folder(made, folder, destination, statements), destination, api)
+        text = _card_of_folder(made, recorded_history(folder), destination, statements)
+        return _publish(made, text, destination, api)
 
 
 def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
@@ -258,28 +265,20 @@ def _with_statements(folder: Path, made: Path, license: str | None, labels: dict
     return made
 
 
-def _card_of_folder(made: Path, origin: Path, destination: Destination, statements: Statements) -> Card:
-    """Make the card of a folder that timm loads bit for bit; the origin's config.json tells the history."""
-    facts = timm_facts(load_checked(made, "timm"), destination)
-    return Card(facts, recorded_history(origin), statements, destination)
-
-
-def _card_of(export: Export, destination: Destination, statements: Statements) -> Card:
-    if export.library == "timm":
-        return _card_of_folder(export.path, export.path, destination, statements)
-    config = json.loads((export.path / "config.json").read_text(encoding="utf-8"))
-    return Card(foreign_facts(export, config, destination), recorded_history(export.path), statements, destination)
+def _card_of_folder(made: Path, history: History, destination: Destination, statements: Statements) -> str:
+    """Make the card of a folder that timm loads bit for bit."""
+    return card(timm_facts(load_checked(made, "timm"), destination), history, statements, destination)
 
 
 # --- the Hub
 
 
 def _publish(
-    folder: Path, card: Card, destination: Destination, api: HfApi | None, names: Sequence[str] = _FILES
+    folder: Path, card: str, destination: Destination, api: HfApi | None, names: Sequence[str] = _FILES
 ) -> Push:
     """Upload the files of these names that a folder has, and the card unless it has a README.md."""
     files: dict[str, Path | bytes] = {name: folder / name for name in names if (folder / name).is_file()}
-    text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else str(card)
+    text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else card
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
     url, revision = None, destination.revision
