@@ -110,26 +110,25 @@ def push_dense(
         ConnectionError: if the Hub cannot be reached, breaks off or fails.
         OSError: if something cannot be read or written.
     """
-    destination, statements, settings = _grouped(repo_id, private, options)
-    api = _log_in(destination)
+    order = _begin(repo_id, private, options)
     folder = folder_of(source)
     if folder is not None and method == "average":
-        refuse_options_of_files(folder, settings.spec, settings.use_ema)
-        model = load_source(folder)
+        model = _load_folder(folder, order)
         if not moe_layers(model):
-            return _publish_folder(folder, model, destination, statements, settings, api)
+            return _publish_folder(folder, model, order)
         del model
     with scratch_folder("push") as temporary:
-        export = export_dense(source, temporary / "model", method, svd_ratio=svd_ratio, **vars(settings))
+        made = temporary / "model"
+        export = export_dense(source, made, method, svd_ratio=svd_ratio, **vars(order.settings))
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
-        made, history = export.path, recorded_history(export.path)
         if export.library == "timm":
-            text = _card_of_folder(made, history, destination, statements)
+            text = _card_of_folder(made, recorded_history(made), order)
         else:
             config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-            text = card(foreign_facts(export, config, destination), history, statements, destination)
-        return _publish(made, text, destination, api, [file.name for file in made.iterdir()])
+            facts = foreign_facts(export, config, order.destination)
+            text = card(facts, recorded_history(made), order.statements, order.destination)
+        return _publish(made, text, order, [file.name for file in made.iterdir()])
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -144,19 +143,16 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         private: make the repository a private one.
         **options: of :func:`push_dense`, whose errors are raised too.
     """
-    destination, statements, settings = _grouped(repo_id, private, options)
-    api = _log_in(destination)
+    order = _begin(repo_id, private, options)
     folder = folder_of(source)
     if folder is not None:
-        refuse_options_of_files(folder, settings.spec, settings.use_ema)
-        model = load_source(folder)
+        model = _load_folder(folder, order)
         if not moe_layers(model):
             raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
-        return _publish_folder(folder, model, destination, statements, settings, api)
+        return _publish_folder(folder, model, order)
     with scratch_folder("push") as temporary:
-        made = export_moe(source, temporary / "model", **vars(settings))
-        text = _card_of_folder(made, recorded_history(made), destination, statements)
-        return _publish(made, text, destination, api)
+        made = export_moe(source, temporary / "model", **vars(order.settings))
+        return _publish(made, _card_of_folder(made, recorded_history(made), order), order)
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -171,17 +167,33 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
         private: make the repository a private one.
         **options: of :func:`push_dense` for the commit, the card and the class names. Its errors are raised too.
     """
-    destination, statements, settings = _grouped(repo_id, private, options)
-    api = _log_in(destination)
-    refuse_options_of_files(folder, settings.spec, settings.use_ema)
-    path = Path(str(folder).removeprefix("local-dir:"))
-    return _publish_folder(path, load_source(folder), destination, statements, settings, api)
+    order = _begin(repo_id, private, options)
+    return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
 
 
-def _grouped(repo_id: str, private: bool, options: dict[str, Any]) -> tuple[Destination, Statements, ModelOptions]:
+def folder_of(source: nn.Module | str | Path) -> Path | None:
+    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
+    if isinstance(source, nn.Module):
+        return None
+    path = Path(str(source).removeprefix("local-dir:"))
+    return path if path.is_dir() else None
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The checked options of a push, and a client that is logged in, or None for a dry run."""
+
+    destination: Destination
+    statements: Statements
+    settings: ModelOptions
+    api: HfApi | None
+
+
+def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
+    """Check the options and the login, before any work is done."""
     given = {"repo_id": repo_id, "private": private, **options}
     destination, statements, settings = grouped(given, Destination, Statements, ModelOptions)
-    return destination, statements, settings
+    return _Order(destination, statements, settings, None if destination.dry_run else _log_in())
 
 
 @contextmanager
@@ -201,38 +213,24 @@ def client_output() -> Iterator[None]:
             enable_progress_bars()
 
 
-def folder_of(source: nn.Module | str | Path) -> Path | None:
-    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
-    if isinstance(source, nn.Module):
-        return None
-    path = Path(str(source).removeprefix("local-dir:"))
-    return path if path.is_dir() else None
+# --- a folder and its card
 
 
-def refuse_options_of_files(folder: str | Path, spec: ModelSpec | None, use_ema: bool) -> None:
-    """Raise ValueError if an option is given that only a file can follow."""
-    if use_ema or spec not in (None, ModelSpec()):
+def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
+    """Load the model of a folder; raise ValueError if an option is given that only a file can follow."""
+    if order.settings.use_ema or order.settings.spec not in (None, ModelSpec()):
         raise ValueError(
             f"The folder {folder} states its model and has one kind of weights: to change something, its preprocessing "
             "for one, export it to another folder and push that."
         )
+    return load_source(folder)
 
 
-# --- a folder and its card
-
-
-def _publish_folder(
-    folder: Path,
-    model: nn.Module,
-    destination: Destination,
-    statements: Statements,
-    settings: ModelOptions,
-    api: HfApi | None,
-) -> Push:
+def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
     """Upload a folder unchanged, except for the licence and class names that the user states."""
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    if (folder / "README.md").is_file() and statements:
+    if (folder / "README.md").is_file() and order.statements:
         raise ValueError(
             f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
             "metrics there, or take the file away."
@@ -240,12 +238,12 @@ def _publish_folder(
     left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
     if left_out:
         _logger.info("Not uploaded: %s.", ", ".join(left_out))
+    settings = order.settings
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     labels = stated_labels(model, settings) if has_labels else {}
     with scratch_folder("push") as temporary:
-        made = _with_statements(folder, temporary / "model", statements.license, labels)
-        text = _card_of_folder(made, recorded_history(folder), destination, statements)
-        return _publish(made, text, destination, api)
+        made = _with_statements(folder, temporary / "model", settings.license, labels)
+        return _publish(made, _card_of_folder(made, recorded_history(folder), order), order)
 
 
 def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
@@ -265,22 +263,22 @@ def _with_statements(folder: Path, made: Path, license: str | None, labels: dict
     return made
 
 
-def _card_of_folder(made: Path, history: History, destination: Destination, statements: Statements) -> str:
-    """Make the card of a folder that timm loads bit for bit."""
-    return card(timm_facts(load_checked(made, "timm"), destination), history, statements, destination)
+def _card_of_folder(made: Path, history: History, order: _Order) -> str:
+    """Write the card of a folder that timm loads bit for bit."""
+    facts = timm_facts(load_checked(made, "timm"), order.destination)
+    return card(facts, history, order.statements, order.destination)
 
 
 # --- the Hub
 
 
-def _publish(
-    folder: Path, card: str, destination: Destination, api: HfApi | None, names: Sequence[str] = _FILES
-) -> Push:
+def _publish(folder: Path, card: str, order: _Order, names: Sequence[str] = _FILES) -> Push:
     """Upload the files of these names that a folder has, and the card unless it has a README.md."""
     files: dict[str, Path | bytes] = {name: folder / name for name in names if (folder / name).is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else card
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
+    destination, api = order.destination, order.api
     url, revision = None, destination.revision
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
@@ -290,10 +288,8 @@ def _publish(
     return Push(repo_url, destination.repo_id, sizes, text, url, revision)
 
 
-def _log_in(destination: Destination) -> HfApi | None:
-    """Return a client of the Hub that has accepted the token, before any work is done; None for a dry run."""
-    if destination.dry_run:
-        return None
+def _log_in() -> HfApi:
+    """Return a client of the Hub, after the Hub has accepted the token."""
     with _errors_in_a_sentence():
         token = get_token()
         if token is None:
@@ -348,28 +344,22 @@ def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[No
     try:
         yield
     except Exception as error:
-        explained = _explain(error, destination)
-        if explained is error:
+        # of the upload of a file
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        explained = _explained(cause if isinstance(cause, Exception) else error, destination)
+        if explained is None:
             raise
         raise explained from error
 
 
-def _explain(error: Exception, destination: Destination | None) -> Exception:
-    if isinstance(error, HfHubHTTPError):
-        return _refusal(error, destination)
-    if isinstance(error, (HTTPError, json.JSONDecodeError)):
-        return ConnectionError(
-            f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is made "
-            "whole or not at all, so try again once the network is there."
-        )
-    if isinstance(error, ValueError):
-        return ValueError(f"The Hub did not take it: {describe(error)}")
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # in the upload of a file
-        return _explain(error.__cause__, destination)
-    return error
-
-
-def _refusal(error: HfHubHTTPError, destination: Destination | None) -> Exception:
+def _explained(error: Exception, destination: Destination | None) -> Exception | None:
+    if not isinstance(error, HfHubHTTPError):
+        if isinstance(error, (HTTPError, json.JSONDecodeError)):
+            return ConnectionError(
+                f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is "
+                "made whole or not at all, so try again once the network is there."
+            )
+        return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
     status = error.response.status_code
     where = "this" if destination is None else destination.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
