@@ -16,8 +16,9 @@ from timm.utils import ParseKwargs
 from .analysis.data import Inference, class_names, image_folder, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
-from .analysis.routes import Routes, check_output, collect_patch_routes, collect_routes, summarize_all, write_routes
+from .analysis.routes import check_output, write_routes
 from .analysis.routes import table as routes_table
+from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages, pair_files, read_class_names
 from .checkpoints.source import ModelSpec, describe, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
