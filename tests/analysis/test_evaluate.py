@@ -21,7 +21,7 @@ from torch import nn
 from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.rivals import mc_dropout, sampling
+from timm_moe.rivals import sampled_members, sampling
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")
@@ -344,11 +344,11 @@ def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
 
 
 def test_mc_dropout_is_evaluated_as_members(data):
-    result = evaluate([with_dropout()], image_folder(data, "val"), inference=HERE, members=mc_dropout(4))
+    result = evaluate([with_dropout()], image_folder(data, "val"), inference=HERE, members=sampled_members(4))
     assert result["members"] == 4
     assert result["pairwise_kl"] > 0
     models = [with_dropout(), with_dropout("vit_tiny_ewa_moe")]
-    both = evaluate(models, image_folder(data, "val"), inference=HERE, members=mc_dropout(2))
+    both = evaluate(models, image_folder(data, "val"), inference=HERE, members=sampled_members(2))
     assert both["members"] == 4
 
 
@@ -362,6 +362,10 @@ def test_mc_dropout_is_evaluated_as_members(data):
 )
 def test_models_that_mc_dropout_cannot_sample_are_refused(data, name, options, message):
     with pytest.raises(ValueError, match=message):
-        evaluate([make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, members=mc_dropout(2))
+        evaluate(
+            [make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, members=sampled_members(2)
+        )
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
-        evaluate([make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, members=mc_dropout(1))
+        evaluate(
+            [make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, members=sampled_members(1)
+        )

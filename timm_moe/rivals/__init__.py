@@ -1,9 +1,9 @@
-"""What the papers only compare with: registered all the same, but nothing else in the package imports it."""
+"""Methods that the papers compare with. Their models are registered; no other part of the package imports them."""
 
 from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer
 from .fused import FusedMlp, Fusion
 from .learning_rates import scale_learning_rates
-from .mc_dropout import mc_dropout, sampling
+from .mc_dropout import sampled_members, sampling
 from .mimo import MimoMoeVisionTransformer, MimoVisionTransformer
 from .switch_ema import SwitchEma
 
@@ -15,7 +15,7 @@ __all__ = [
     "MimoMoeVisionTransformer",
     "MimoVisionTransformer",
     "SwitchEma",
-    "mc_dropout",
+    "sampled_members",
     "sampling",
     "scale_learning_rates",
 ]
