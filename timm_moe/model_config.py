@@ -60,7 +60,7 @@ def check_preprocessing(stated: Mapping[str, Any]) -> None:
 
 
 def check_channels(stated: Mapping[str, Any], *channels: int) -> None:
-    """Raise ValueError if a stated mean or deviation has none of these numbers of channels."""
+    """Raise ValueError unless a stated mean or deviation has one of these numbers of channels."""
     for name in ("mean", "std"):
         if stated.get(name) is not None and len(stated[name]) not in channels:
             raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(stated[name])}.")

@@ -70,7 +70,6 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"share_rate": float("nan")}, "share_rate must lie between 0"),
         ({"share_schedule": "cosine"}, "share_schedule must be one of linear, constant, early, late, got 'cosine'"),
         ({"router": "magic"}, "router must be one of random, top_k, fused, got 'magic'"),
-        ({"eval_mode": "best"}, "eval_mode must be one of"),
         ({"expert_init": "zero"}, "expert_init must be one of"),
     ],
 )

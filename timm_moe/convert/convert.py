@@ -60,10 +60,6 @@ def convert_to_moe(
         expert_dropout: rate of the dropout inside the experts; by default the dense network's.
         options: options of the router and of its layer, as follows.
 
-    Of ``router="random"``:
-        eval_mode: ``"average"`` evaluates the mean of the experts, which is what is exported;
-            ``"partition"`` evaluates the experts on random partitions (for analysis).
-
     Of ``router="fused"``:
         common_share: fixed weight of the first expert, as of XFT's shared expert; 0 for none.
 
@@ -93,7 +89,7 @@ def convert_to_moe(
         The same model.
 
     Raises:
-        ValueError: if an option has none of these values or does not suit the router, the model has no block that can
+        ValueError: if an option has another value or does not suit the router, the model has no block that can
             be converted, or a network that ``modules`` names cannot be (it mixes rows, holds buffers, is used twice,
             ...); the model is then unchanged.
         TypeError: if no router has an option of that name, or the router does not return a module.

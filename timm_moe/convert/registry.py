@@ -178,8 +178,8 @@ def split_options(spec: RouterSpec, given: Mapping[str, Any]) -> tuple[dict[str,
         default = owner.defaults()[name]
         if (_none(value) if default is None else value) != default:
             raise ValueError(
-                f"{name} is an option of router={owner.name!r}; router={spec.name!r} has none. If it comes with the "
-                "registered name, begin from that of an *_ewa_moe model."
+                f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does not have. If the "
+                "registered model sets it, take an *_ewa_moe model instead."
             )
     own = {name: given.get(name, default) for name, default in spec.options.items()}
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
@@ -255,7 +255,8 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
 def _check_class_token(model: nn.Module) -> None:
     if getattr(model, "cls_token", None) is None:
         raise ValueError(
-            f"routing_unit='image' lets the class token of an image choose, but this {type(model).__name__} has none."
+            "routing_unit='image' lets the class token of an image choose, but this "
+            f"{type(model).__name__} has no class token."
         )
     if not isinstance(model, CLASS_TOKEN_FIRST):
         known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
@@ -291,7 +292,7 @@ register_here(
         "random",
         _random_partition,
         layer=_ewa_layer,
-        layer_options={"eval_mode": "average"},
+        layer_options={},
         share_schedule="linear",
         averaged=True,
     )

@@ -95,7 +95,7 @@ class Experts(_Record):
             experts=layers[0].num_experts,
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
             averaged=any(isinstance(layer, EwaMlp) or bool(sharing(layer)[0]) for layer in layers),
-            mean=all(layer.deploys_dense and getattr(layer, "eval_mode", "average") == "average" for layer in layers),
+            mean=all(layer.deploys_dense for layer in layers),
             parameters=parameters(model),
             fused=all(layer.fused for layer in layers),
         )

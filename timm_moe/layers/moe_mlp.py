@@ -248,15 +248,12 @@ class EwaMlp(MoeMlp):
         num_experts: E.
         expert_init: see :class:`Experts`.
         expert_dropout: see :class:`Experts`.
-        eval_mode: ``"average"``, or ``"partition"`` to evaluate the experts on random partitions as in training
-            (for analysis: the outputs are random).
 
     Raises:
-        ValueError: on an unknown ``eval_mode``, and as :class:`Experts`.
+        ValueError: as :class:`Experts`.
     """
 
     deploys_dense = True
-    EVAL_MODES = ("average", "partition")
 
     def __init__(
         self,
@@ -265,23 +262,17 @@ class EwaMlp(MoeMlp):
         expert_init: str = "same",
         *,
         expert_dropout: float | None = None,
-        eval_mode: str = "average",
     ):
         router = RandomPartition(num_experts)
         super().__init__(ffn, router, num_experts, expert_init, expert_dropout=expert_dropout)
-        if eval_mode not in self.EVAL_MODES:
-            raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
-        self.eval_mode = eval_mode
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """As :class:`MoeMlp`; in eval mode the mean of the experts needs no routing."""
-        if not self.training and self.eval_mode == "average":
+        if not self.training:
             return self.run_mean(x)
         return super().forward(x, routing=routing)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """As :class:`MoeMlp`; the mean of the experts, where it is evaluated, has weights of its own."""
-        if self.eval_mode != "average":
-            return super().__prepare_scriptable__()
         mean = {name: mean_over_experts(stacked) for name, stacked in self.stacked_weights().items()}
         return replacing(self, ScriptableMlp(self.to_ffn(mean)))
