@@ -22,9 +22,7 @@ DAMAGED_FOLDERS = {
     "config a list": lambda folder: (folder / "config.json").write_text("[]"),
     "no architecture": lambda folder: edit(folder, lambda config: config.pop("architecture")),
     "architecture a number": lambda folder: edit(folder, lambda config: config.update(architecture=3)),
-    "unknown architecture": lambda folder: edit(
-        folder, lambda config: config.update(architecture="vit_nonsense")
-    ),
+    "unknown architecture": lambda folder: edit(folder, lambda config: config.update(architecture="vit_nonsense")),
     "model_args a string": lambda folder: edit(folder, lambda config: config.update(model_args="x")),
     "hostile model_args": lambda folder: edit(folder, lambda config: config["model_args"].update(num_heads=7)),
 }

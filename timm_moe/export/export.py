@@ -199,11 +199,7 @@ def _load(
 ) -> _Candidate:
     """Load and check a source, and find out all that config.json and the comparison of outputs need.
 
-    Args:
-        source: of the user.
-        settings: of the user.
-        allow_nonfinite: let NaN and Inf pass.
-        method: how the experts will become one network; None if they remain.
+    ``method`` says how the experts will become one network; None if they remain.
     """
     model = _load_model(source, settings)
     if method is None:
@@ -218,7 +214,7 @@ def _load(
         has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
         labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
         loader = "timm with timm_moe" if method is None else "Stock timm"
-        layout = TimmFormat(settings.model_args, {**labels, ENTRY: history.to_config()}, loader)
+        layout = TimmFormat({**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
     else:
         layout = _foreign_layout(model, settings, history)
     return _Candidate(model, layout, inputs_for(model, settings.example_inputs))
