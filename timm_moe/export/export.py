@@ -114,7 +114,7 @@ def export_dense(
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: export weights that contain NaN or Inf.
         **options: ``spec``, ``use_ema``, ``model_args``, ``license``, ``example_inputs``, ``label_names`` and
-            ``label_descriptions``; see :class:`timm_moe.export.options.ModelOptions`. A model of transformers that does
+            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`. A model of transformers that does
             not state its image size needs ``example_inputs``; other modules are not compared without them.
 
     Raises:
@@ -158,14 +158,10 @@ def export_moe(
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: write weights that contain NaN or Inf.
-        **options: the others of :func:`export_dense`.
+        **options: the others of :func:`export_dense`, whose errors are raised too.
 
     Raises:
-        ValueError: if the source cannot be read, the model has no expert layers, no registered name or another number
-            of classes than names are given, its weights or outputs are not finite, or the written files do not give it
-            back.
-        TypeError: if there is no option of a name.
-        OSError: if the folder is in use or cannot be written.
+        ValueError: if the model has no expert layers or no registered name.
     """
     (settings,) = grouped({**options, "model_args": model_args}, ModelOptions)
     target = check_target(output_dir, overwrite)
