@@ -295,7 +295,7 @@ def _refuse(model: nn.Module, **given: Any) -> None:
 
 
 def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
-    """Return the entries of config.json that name the classes: the user's, or else those in the model's own config."""
+    """Return the entries of config.json that name the classes: the user's, or else the model's own."""
     if settings.label_names is not None:
         return checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
@@ -319,14 +319,14 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
 def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, allow_nonfinite: bool) -> _Candidate:
     """Replace the experts of each layer by one network, and run the model for the comparison.
 
-    The outputs are those of the experts if the dense model computes the same function, otherwise of the dense model.
+    The experts give the expected outputs if the dense model computes the same function, otherwise the dense model does.
     """
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
         _logger.info(
-            "No dense model computes what routed experts do. What method=%r makes of them is a start for training: "
-            "evaluate it, or train it on as a student.",
+            "No dense model computes the function of routed experts. The network that method=%r makes of them is a "
+            "start for training: evaluate it, or train it further as a student.",
             method,
         )
     expected = source_outputs(model, candidate.inputs, allow_nonfinite) if exact else None

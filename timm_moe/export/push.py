@@ -99,7 +99,7 @@ def push_dense(
             pull request instead, and ``dry_run``, do everything but upload, without login and network; see
             :class:`timm_moe.export.Destination`. Of the card: ``license``, ``dataset`` and ``metrics``, as
             ``{"top1": 77.1}``; see :class:`timm_moe.export.Statements`. By default the data set and the results
-            are those that train.py recorded, if the published model computes the function that was measured. Of the
+            come from train.py, the results only if the published model computes the function that was measured. Of the
             model: ``spec``, ``use_ema``, ``model_args``, ``example_inputs``, ``label_names`` and
             ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`.
 
