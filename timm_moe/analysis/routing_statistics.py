@@ -370,8 +370,8 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
 def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
     """The numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
 
-    The routing degree is the number of ways through the experts, C(E, K)^L in L layers; of an ensemble, those of all
-    members together.
+    The routing degree is the number of ways through the experts, C(E, K)^L in L layers. In an ensemble the ways of all
+    members count together.
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
     kept = [routes.degree for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]

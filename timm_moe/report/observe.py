@@ -185,7 +185,7 @@ class _Layer:
         self._shown: list[tuple[Tensor, Tensor]] = []
 
     def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
-        """Take in a batch, of which some images are shown."""
+        """Take in a batch and the indices of its images that are shown."""
         probability = call.layer.routed_by.probabilities(call.x)
         if probability is not None:
             gate = probability.amax(-1)
