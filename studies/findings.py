@@ -33,8 +33,8 @@ def problems(finding: Finding, study: Study, size: str, results: dict[str, Any])
         known |= {f"{end:+.{figure.decimals}f}" for end in ends} | {f"{abs(end):.{figure.decimals}f}" for end in ends}
         middle = f"{abs(found.mean):.{figure.decimals}f}"
         ranges = [(float(low), float(high)) for low, high in RANGE.findall(finding.text)]
-        is_told = middle in [number.lstrip("+-") for number in numbers]
-        if verdict in (BETTER, WORSE) and not (is_told or any(low <= float(middle) <= high for low, high in ranges)):
+        is_written = middle in [number.lstrip("+-") for number in numbers]
+        if verdict in (BETTER, WORSE) and not (is_written or any(low <= float(middle) <= high for low, high in ranges)):
             wrong.append(f"{names}: {middle} is not in the text")
     return wrong + [f"{number} is not a figure of these comparisons" for number in numbers if number not in known]
 

@@ -104,7 +104,11 @@ def detailed(study: Study, size: str, results: dict[str, Any]) -> str:
     pairs = [row for first, second in study.pairs if len(row := _pair(study, results, first, second)) > 2]
     options = " ".join([*of_size.options, "--model-kwargs", *of_size.kwargs])
     recipes = [
-        {"": arm.name, "trained by, one after the other": _trained_by(arm, of_size), "deployed by": arm.deployment.told}
+        {
+            "": arm.name,
+            "trained by, one after the other": _trained_by(arm, of_size),
+            "deployed by": arm.deployment.description,
+        }
         for arm in arms
     ]
     return "\n".join(

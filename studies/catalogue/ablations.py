@@ -1,4 +1,4 @@
-"""EWA's choices: share rate, number and place of experts, how they begin (EWA, figure 2 and its ablations)."""
+"""EWA's choices: share rate, number, place and start of the experts (EWA, figure 2 and its ablations)."""
 
 from ..statistics import UNCLEAR
 from ..study import Arm, Finding, Study, compare

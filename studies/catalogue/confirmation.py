@@ -1,4 +1,4 @@
-"""The leaders of the search, on classes and seeds that it never saw, beside what may explain the gain."""
+"""The leaders of the search on new classes and seeds, with dense arms that may explain the gain."""
 
 from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR

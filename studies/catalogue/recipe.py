@@ -15,7 +15,7 @@ from .settings import OPTIMIZER, PIXELS, paper, small
 IMAGES = Images(classes=(50, 100), train=(0, 100))
 LONG = ("--epochs", "120", "--warmup-epochs", "10", "--lr", "1e-3")
 CROPS = ("--scale", "0.5", "1.0", "--color-jitter", "0")
-#: From the first to the last the dense network is regularised more.
+#: Regularization of the dense network grows from the first to the last.
 RECIPES: dict[str, tuple[str, ...]] = {
     "weak": (*CROPS, "--smoothing", "0", "--drop-path", "0"),
     "medium": (*CROPS, "--smoothing", "0.1", "--drop-path", "0.1"),
@@ -33,7 +33,7 @@ CURVE = ("--val-split", "test", "--val-interval", "10")
 
 
 def arms(recipe: str, options: tuple[str, ...], top_2: tuple[str, ...]) -> tuple[Arm, ...]:
-    """The methods under one recipe, each compared with the dense network of that recipe."""
+    """Train the methods under one recipe; each is compared with the dense network of that recipe."""
 
     def trained(name: str, model: str, *kwargs: str, more: tuple[str, ...] = ()) -> Training:
         return Training(f"{recipe}-{name}", model, kwargs, (*options, *more))

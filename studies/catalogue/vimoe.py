@@ -1,4 +1,4 @@
-"""Image-level experts in a trained network, with a shared expert and without (ViMoE, table 7)."""
+"""Image-level experts in a trained network, with and without a shared expert (ViMoE, table 7)."""
 
 from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR, WORSE
@@ -15,7 +15,7 @@ KINDS = {
     "shared expert": ("shared_expert=True",),
     "no shared expert and no gate": ("gate_mode=one",),
 }
-#: The dense network, without the average of its weights.
+#: The dense network, not the average of its weights.
 HERE = (Use("start", DENSE, Export()),)
 #: With experts in 2 and in 12 of 12 blocks.
 PAPER = {
