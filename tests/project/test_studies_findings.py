@@ -1,4 +1,4 @@
-"""What is said of the results, here and in other documents, agrees with the stored figures."""
+"""Sentences about the results, in the catalogue and in other documents, agree with the stored figures."""
 
 import sys
 from dataclasses import replace
