@@ -52,7 +52,8 @@ def draw(outcome: Outcome, folder: Path) -> None:
     """Write the charts for which there are results."""
     if shown := differences(outcome):
         baselines = {outcome.size.baseline_of(name) for name in shown}
-        label = f"{outcome.study.measure.figures[0].title}, difference to {'; '.join(sorted(baselines))}"
+        baseline = min(baselines) if len(baselines) == 1 else "its baseline"
+        label = f"{outcome.study.measure.figures[0].title}, difference to {baseline}"
         with _figure(folder / chart_name(outcome), 1, (7, 0.8 + 0.35 * len(shown))) as (axes,):
             _draw_differences(axes, shown, label)
     if lines := curves(outcome):

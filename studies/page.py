@@ -150,7 +150,7 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
         outcome: the study with its results.
         figures: figures to show.
         names: names of the arms to show.
-        is_full: show standard errors, seeds and costs.
+        is_full: show standard errors, seeds, costs, and interactions that no finding is about.
     """
     size = outcome.size
     arms = [arm for arm in outcome.arms() if arm.name in names]
@@ -172,11 +172,12 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
             own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))
             row |= {"time": ratio(own, base, "seconds"), "memory": ratio(own, base, "peak_mib")}
         rows.append(row)
+    compared = {(pair.first, pair.second) for finding in outcome.findings for pair in finding.compared}
     for first, second in outcome.study.interactions:
         found = {figure: outcome.interaction(first, second, figure) for figure in figures}
         cells = {heads[figure]: _interval(pair, figure) for figure, pair in found.items() if pair}
-        if cells and {first, second} <= set(names):
-            rows.append({"": f"*{first}* less *{second}*", "compared with": "difference of differences", **cells})
+        if cells and (is_full or not compared or (first, second) in compared):
+            rows.append({"": f"*{second}* to *{first}*", "compared with": "change of the difference", **cells})
     return rows
 
 

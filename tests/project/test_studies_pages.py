@@ -128,15 +128,15 @@ def test_an_interaction_is_a_difference_of_differences_paired_by_seed(two_recipe
     test = ttest_rel(strong, weak).confidence_interval(0.95)
     assert (found.low, found.mean, found.high) == pytest.approx((test.low, np.mean(strong - weak), test.high))
     assert found.seeds == 3
-    cells = rows_of(page.section(outcome))["*EWA strong* less *EWA weak*"]
-    assert cells[:3] == ["difference of differences", "", f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"]
+    cells = rows_of(page.section(outcome))["*EWA weak* to *EWA strong*"]
+    assert cells[:3] == ["change of the difference", "", f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"]
     finding = f"The gain is {abs(found.mean):.2f} points smaller."
     compared = compare(["EWA strong"], UNCLEAR, ["EWA weak"])
     assert problems(Finding(finding, compared), outcome) == []
     by_arm.pop("dense weak")
     outcome = Outcome(two_recipes, "small", figures(**by_arm))
     assert outcome.interaction("EWA strong", "EWA weak", TOP1) is None
-    assert "less" not in page.section(outcome)
+    assert "change of" not in page.section(outcome)
 
 
 def test_a_baseline_that_is_not_an_arm_is_refused():
@@ -215,7 +215,8 @@ def test_the_pages_follow_from_the_results():
 
 
 def test_the_page_is_short():
-    assert len((ROOT / "docs" / "results.md").read_text().split()) < 3000
+    words = [word for word in (ROOT / "docs" / "results.md").read_text().split() if word != "|"]
+    assert len(words) < 3000
     assert all(len(findings) <= 3 for study in STUDIES.values() for findings in study.findings.values())
 
 
