@@ -83,8 +83,7 @@ def section(outcome: Outcome) -> str:
             *_incomplete(outcome),
             "",
             *_table(_rows(outcome, figures, _shown(outcome))),
-            "",
-            *(f"- {finding.text}" for finding in outcome.findings),
+            *(["", *(f"- {finding.text}" for finding in outcome.findings)] if outcome.findings else []),
             *(["", *images] if images else []),
         ]
     )

@@ -3,7 +3,7 @@
     python tests/timm_models.py [--models PATTERN ...] [pytest's options]
 
 The tests are those of the installed timm's version. They are in its source distribution, which pip fetches once into
-``.timm-tests``; the environment variable TIMM_TESTS may name an unpacked one instead. See docs/timm-tests.md.
+``.timm-tests``; the environment variable TIMM_TESTS may name an unpacked one instead. See docs/compatibility.md.
 """
 
 import argparse

@@ -3,7 +3,12 @@
 Stated before the runs: the difference to dense training shrinks as the recipe gets stronger; what EWA gains on clean
 images it keeps on corrupted ones, or loses there.
 
-The recipes were chosen by the dense network alone, on classes and seeds that the study does not use.
+The recipes were chosen by a pilot of the dense network alone, one seed, on classes and a seed that the study does not
+use. Weak: evaluation loss is lowest at epoch 30 (2.87) and 3.43 at the end, where the training loss is 0.99. Medium:
+2.87 at epoch 30 and 2.99 at epoch 55. Strong: 2.87 at epoch 60, still falling. A stronger one (magnitude 9, mixup 0.8
+and cutmix 1.0 for every batch) was at 3.28 at epoch 40, the strong one at 3.02: too much for the time.
+
+Budget: 75 trainings of about 10 minutes of one core, and 90 measurements of about a minute, 15 hours in all.
 """
 
 from ..deploy import Export
@@ -20,8 +25,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "weak": (*CROPS, "--smoothing", "0", "--drop-path", "0"),
     "medium": (*CROPS, "--smoothing", "0.1", "--drop-path", "0.1"),
     "strong": (
-        *(*CROPS, "--smoothing", "0.1", "--drop-path", "0.1", "--aa", "rand-m9-inc1"),
-        *("--mixup", "0.8", "--cutmix", "1.0", "--mixup-prob", "0.5", "--reprob", "0.25"),
+        *(*CROPS, "--smoothing", "0.1", "--drop-path", "0.1", "--aa", "rand-m5-inc1"),
+        *("--mixup", "0.2", "--cutmix", "0.5", "--mixup-prob", "0.5", "--reprob", "0.25"),
     ),
 }
 TOP_2 = ("num_experts=8", "top_k=2", "expert_init=independent")

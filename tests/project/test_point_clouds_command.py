@@ -1,4 +1,4 @@
-"""examples/point_clouds.py: the command, and the tables of docs/point_clouds.md."""
+"""examples/point_clouds.py: the command, and its tables in docs/ewa.md."""
 
 import json
 import shutil
@@ -134,7 +134,7 @@ def test_as_a_script(tmp_path):
 
 @pytest.mark.parametrize("data", ["mnist", "modelnet10"])
 def test_the_tables_of_the_page_are_what_the_command_prints(data, capsys, tmp_path):
-    page, results = (DOCS / "point_clouds.md").read_text(), tmp_path / "results.json"
+    page, results = (DOCS / "ewa.md").read_text(), tmp_path / "results.json"
     shutil.copy(DOCS / "generated/point_clouds.json", results)
     (command,) = [line for line in page.splitlines() if f"--data {data} " in line and "--size" not in line]
     options = command.split()[2:]

@@ -70,20 +70,20 @@ SAID = [
     (
         "README.md",
         "scratch",
-        Finding("it is 0.31 points below dense training", compare(["EWA, linear"], WORSE, ["dense"])),
+        Finding("EWA is 0.31 points worse than dense training", compare(["EWA, linear"], WORSE, ["dense"])),
     ),
     (
         "README.md",
         "scratch",
-        Finding("With a constant rate the two are not told apart", compare(["EWA, constant"], UNCLEAR, ["dense"])),
+        Finding("with a constant rate there is no clear difference", compare(["EWA, constant"], UNCLEAR, ["dense"])),
     ),
     ("README.md", "confirmation", Finding("EWA is 0.68 points better (interval 0.03 to 1.33)", LINEAR)),
     (
         "README.md",
         "confirmation",
         Finding(
-            "but not told apart from dense training with dropout, with smaller initial weights or with a smaller "
-            "learning rate in those networks",
+            "with no clear difference from dense training with dropout, with smaller initial weights or with a smaller "
+            "learning rate for those networks",
             compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF, SLOW]),
         ),
     ),
@@ -91,7 +91,7 @@ SAID = [
         "README.md",
         "vimoe",
         Finding(
-            "Experts in every block lose 0.43 points without",
+            "Experts in every block are 0.43 points worse than dense training",
             compare(["no shared expert, in every block"], WORSE, ["dense, trained on"]),
         ),
     ),
@@ -99,7 +99,7 @@ SAID = [
         "README.md",
         "vimoe",
         Finding(
-            "with one they are not told apart from dense training",
+            "with a shared expert there is no clear difference",
             compare(["shared expert, in every block"], UNCLEAR, ["dense, trained on"]),
         ),
     ),
@@ -107,7 +107,7 @@ SAID = [
         "README.md",
         "students",
         Finding(
-            "are 1.88 to 2.22 points better than those with new",
+            "are 1.88 to 2.22 points better than students with new experts",
             compare(["average, trained on", "topk, trained on"], BETTER, ["random, trained on"]),
         ),
     ),
@@ -116,7 +116,7 @@ SAID = [
         "README.md",
         "ensembles",
         Finding(
-            "NLL is 0.0755 worse than that of a dense ViT, accuracy is not told apart",
+            "NLL is 0.0755 worse than a dense ViT's, with no clear difference in accuracy",
             (Compared("V-MoE, K 1", WORSE, "ViT", "nll"), Compared("V-MoE, K 1", UNCLEAR, "ViT")),
         ),
     ),
@@ -124,7 +124,7 @@ SAID = [
         "README.md",
         "ensembles",
         Finding(
-            "A dense ViT is not told apart from it",
+            "no clear difference from a dense ViT",
             tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
         ),
     ),
@@ -132,7 +132,7 @@ SAID = [
         "README.md",
         "routing",
         Finding(
-            "not told apart from dense training, with averages or without",
+            "no clear difference from dense training, with or without averaging",
             compare(["naive MoE", "MoE, Early EWA"], UNCLEAR, ["dense"]),
         ),
     ),
@@ -140,8 +140,8 @@ SAID = [
         "docs/ewa.md",
         "confirmation",
         Finding(
-            "it was 1.15 points better than plain dense training. EWA was 0.68 points better; those two are not told "
-            "apart",
+            "it was 1.15 points better than plain dense training. EWA was 0.68 points better, with no clear difference "
+            "between the two",
             (
                 *compare([HALF_AND_DROPOUT], BETTER, ["dense"]),
                 *LINEAR,
