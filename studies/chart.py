@@ -53,7 +53,7 @@ def draw(outcome: Outcome, folder: Path) -> None:
     if shown := differences(outcome):
         baselines = {outcome.size.baseline_of(name) for name in shown}
         baseline = min(baselines) if len(baselines) == 1 else "its baseline"
-        label = f"{outcome.study.measure.figures[0].title}, difference to {baseline}"
+        label = f"{outcome.study.measure.figures[0].title}, difference from {baseline}"
         with _figure(folder / chart_name(outcome), 1, (7, 0.8 + 0.35 * len(shown))) as (axes,):
             _draw_differences(axes, shown, label)
     if lines := curves(outcome):

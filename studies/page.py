@@ -154,7 +154,7 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
     size = outcome.size
     arms = [arm for arm in outcome.arms() if arm.name in names]
     baselines = {size.baseline_of(arm.name) for arm in arms}
-    to = f"difference to {min(baselines)}" if len(baselines) == 1 else "difference"
+    to = f"difference from {min(baselines)}" if len(baselines) == 1 else "difference"
     to += ", one seed" if all(len(outcome.seeds(arm.name)) == 1 for arm in arms) else ""
     heads = {figure: to if len(figures) == 1 else f"{figure.title}: {to}" for figure in figures}
     rows = []

@@ -70,12 +70,12 @@ RIVALS = (
 FINDINGS = (
     Finding(
         "pBE is the best use of the V-MoE: its NLL is 0.0812 to 0.0966 better than that of five rivals, its ECE 0.0233 "
-        "to 0.0427. The paper finds the same, with smaller differences.",
+        "to 0.0427. The paper finds the same of four of them, with smaller differences.",
         (*compare((PBE,), BETTER, RIVALS, "nll"), *compare((PBE,), BETTER, RIVALS, "ece")),
     ),
     Finding(
-        "The dense ViT shows no clear difference to pBE in accuracy, NLL and ECE. The V-MoE's NLL is 0.0755 worse than "
-        "the ViT's; in the paper the V-MoE is 1.8 points better.",
+        "The dense ViT shows no clear difference from pBE in accuracy, NLL and ECE. The V-MoE's NLL is 0.0755 worse "
+        "than the ViT's; in the paper the V-MoE is 1.8 points better.",
         (
             *(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
             Compared("V-MoE, K 1", WORSE, "ViT", "nll"),

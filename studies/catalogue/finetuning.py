@@ -49,14 +49,14 @@ SCHEDULES = ("EWA, linear", "EWA, constant", "EWA, late")
 
 FINDINGS = (
     Finding(
-        "EWA shows no clear difference to dense training with any of three schedules. The intervals are two points "
+        "EWA shows no clear difference from dense training with any of three schedules. The intervals are two points "
         "wide (-1.93 to +0.40 in all); the paper's gain is 0.45.",
         compare(SCHEDULES, UNCLEAR, ("dense",)),
         quoted=("0.45",),
     ),
     Finding(
-        "Linear averaging shows no clear difference to no averaging: experts that begin as copies of a trained network "
-        "stay within 2 % of their mean in so few steps of SGD.",
+        "Linear averaging shows no clear difference from no averaging: experts that begin as copies of a trained "
+        "network stay within 2 % of their mean in so few steps of SGD.",
         compare(("EWA, linear",), UNCLEAR, ("experts never averaged, their mean",)),
     ),
     Finding(

@@ -1,6 +1,6 @@
 """When experts pay: each method under a weak, a medium and a strong recipe, on clean and on corrupted images.
 
-Stated before the runs: the difference to dense training shrinks as the recipe gets stronger; what EWA gains on clean
+Stated before the runs: the difference from dense training shrinks as the recipe gets stronger; what EWA gains on clean
 images it keeps on corrupted ones, or loses there.
 
 The recipes were chosen by a pilot of the dense network alone, one seed, on classes and a seed that the study does not
@@ -67,7 +67,7 @@ METHODS = tuple(arm.name.removesuffix(", weak") for arm in arms("weak", (), ())[
 STUDY = Study(
     name="recipe",
     title="When do experts pay?",
-    question="Does the difference to dense training depend on how strong the dense recipe is, and does it hold on "
+    question="Does the difference from dense training depend on how strong the dense recipe is, and does it hold on "
     "corrupted images?",
     source="ours; the question is that of arXiv 2411.18322",
     sizes={

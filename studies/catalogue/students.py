@@ -55,7 +55,7 @@ DISTILLED = {method: f"{method}, distilled" for method in METHODS}
 
 FINDINGS = (
     Finding(
-        "A student from the experts' mean or top-k is 1.88 to 2.22 points better than one with new experts, "
+        "A student from the experts' mean or top-k is 1.88 to 2.22 points better than one with new experts; "
         "sum and SVD are 1.68 to 1.84 points worse than the mean.",
         (
             *compare((TRAINED_ON["average"], TRAINED_ON["topk"]), BETTER, (TRAINED_ON["random"],)),

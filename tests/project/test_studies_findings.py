@@ -40,7 +40,7 @@ SAID = [
         "docs/results.md",
         "confirmation",
         Finding(
-            "In a long training on few images it is 0.68 points better, without a clear difference to dense training "
+            "In a long training on few images it is 0.68 points better, without a clear difference from dense training "
             "with dropout or smaller initial weights.",
             (*LINEAR, *compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF])),
         ),
@@ -50,7 +50,7 @@ SAID = [
         "ensembles",
         Finding(
             "has better likelihood and calibration than other uses of the V-MoE; a dense ViT shows no clear difference "
-            "to it.",
+            "from it.",
             tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
         ),
     ),

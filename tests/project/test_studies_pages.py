@@ -62,7 +62,7 @@ def test_the_page_says_what_the_intervals_allow():
     section = page.section(Outcome(study, "small", results))
     of_ewa = ["41.17", "+0.17 (-2.42 to +2.75)", "1.9033", "-0.1967 (-0.2110 to -0.1823), better"]
     assert rows_of(section)["EWA"][:4] == of_ewa
-    assert "| | top-1 % | top-1 %: difference to dense | NLL | NLL: difference to dense |" in section.replace(
+    assert "| | top-1 % | top-1 %: difference from dense | NLL | NLL: difference from dense |" in section.replace(
         "|  |", "| |"
     )
     detailed = page.detailed(Outcome(study, "small", results))
@@ -220,7 +220,7 @@ def test_the_page_is_short():
     assert all(len(findings) <= 3 for study in STUDIES.values() for findings in study.findings.values())
 
 
-@pytest.mark.parametrize(("seeds", "label"), [(1, "top-1 %, difference to dense, one seed"), (3, "95 % interval")])
+@pytest.mark.parametrize(("seeds", "label"), [(1, "top-1 %, difference from dense, one seed"), (3, "95 % interval")])
 def test_each_study_with_a_difference_has_a_chart(folder, monkeypatch, seeds, label):
     from matplotlib import axes
 

@@ -37,7 +37,7 @@ def test_two_arms_from_images_to_the_page(folder):
         assert 0 <= stored["arms"][name]["figures"]["0"]["top1"] <= 100
     section = page.section(Outcome(study, "small", stored))
     assert f"| EWA | {stored['arms']['EWA']['figures']['0']['top1']:.2f} |" in section
-    assert "difference to dense, one seed" in section
+    assert "difference from dense, one seed" in section
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
     assert work_off(make_runs(study, folder), 1, id) == []  # nothing is done twice
     assert {path: path.stat().st_mtime_ns for path in before} == before
