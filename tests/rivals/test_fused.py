@@ -135,7 +135,7 @@ def test_copies_are_warned_of(dense_vit):
         convert_to_moe(dense_vit, router="fused")
 
 
-def test_it_trains_and_begins_anew(images):
+def test_it_trains_and_is_reset(images):
     model = fused_vit()
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-2, weight_decay=0.05)
     before = {name: value.clone() for name, value in model.state_dict().items()}
