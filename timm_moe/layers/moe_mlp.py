@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
-from .kept_mean import mean_over_experts
+from .functional import in_plain_operators
 from .records import RecordingRouter
 from .router import Router
 from .routers import RandomPartition
-from .scripting import ScriptableMlp, ScriptableMoeMlp, in_plain_operators, replacing
 
 
 class MoeMlp(Experts):
@@ -149,24 +148,14 @@ class MoeMlp(Experts):
             )
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script compiles in the place of this layer, for eval mode only; it shares the weights.
+        """Refuse to be compiled by torch.jit.script.
 
         Raises:
-            RuntimeError: if TorchScript cannot choose as the router does.
-            ValueError: if the experts have adapters that are not merged.
+            RuntimeError: always.
         """
-        choice = self.routed_by.scriptable_choice()
-        self._require_merged(self.adapted())
-        weights = dict(self.named_expert_parameters())
-        scriptable = ScriptableMoeMlp(
-            [
-                self.to_ffn({name: stacked[expert] for name, stacked in weights.items()})
-                for expert in range(self.num_experts)
-            ],
-            *choice,
-            getattr(self, "shared", None),
+        raise RuntimeError(
+            "TorchScript of expert layers is not supported: trace the model in eval mode, or export it dense."
         )
-        return replacing(self, scriptable)
 
 
 class SharedExpertMlp(MoeMlp):
@@ -278,10 +267,3 @@ class EwaMlp(MoeMlp):
         if not self.training and self.eval_mode == "average":
             return self.run_mean(x)
         return super().forward(x, routing=routing)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """As :class:`MoeMlp`; the mean of the experts, where it is evaluated, has weights of its own."""
-        if self.eval_mode != "average":
-            return super().__prepare_scriptable__()
-        mean = {name: mean_over_experts(stacked) for name, stacked in self.stacked_weights().items()}
-        return replacing(self, ScriptableMlp(self.to_ffn(mean)))

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from .checks import check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
-from .draws import drawn
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
-from .router import Router, ScriptableChoice
+from .router import Router
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
 #: What becomes of the gates of the chosen experts: kept, all one, or divided by their sum.
@@ -26,11 +25,11 @@ GATE_MODES = ("prob", "one", "renorm")
 
 
 class RandomPartition(Router):
-    """Random uniform partition of all rows over the experts, drawn anew at each call (EWA, section 3.1, eqs. 4-5).
+    """Random uniform partition of all rows over the experts, a new one in each call (EWA, section 3.1, eqs. 4-5).
 
-    The parts have equal size; where T is not divisible by E the first ``T % E`` experts get one row more. The
-    permutation comes from torch's global generator of the rows' device, whose state gradient checkpointing has to bring
-    back (as it does by default): a repetition of the forward in backward with another partition is an error.
+    The parts have equal size; if E does not divide T, the first ``T % E`` experts get one row more. The permutation
+    comes from torch's global generator of the rows' device. Gradient checkpointing has to restore the generator's state
+    (``preserve_rng_state=True``, its default), or the gradients are wrong.
 
     Args:
         num_experts: E.
@@ -43,10 +42,10 @@ class RandomPartition(Router):
         rows = math.prod(x.shape[:-1])
         quotient, remainder = rows // self.num_experts, rows % self.num_experts  # torch.compile knows no divmod
         number = torch.arange(1, self.num_experts + 1, device=x.device)
-        order = drawn(torch.randperm(rows, device=x.device))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(rows, device=x.device)
-        return Routing(order, number * quotient + number.clamp(max=remainder), place.unsqueeze(1), None)
+        token_indices = torch.randperm(rows, device=x.device)
+        slots = torch.empty_like(token_indices)
+        slots[token_indices] = torch.arange(rows, device=x.device)
+        return Routing(token_indices, number * quotient + number.clamp(max=remainder), slots.unsqueeze(1), None)
 
 
 class TopKRouter(RecordingRouter):
@@ -152,17 +151,6 @@ class TopKRouter(RecordingRouter):
         finally:
             self.eval_capacity_factor = factor
 
-    def scriptable_choice(self) -> ScriptableChoice:
-        """Without capacities; subclasses that choose in another way have none."""
-        if type(self) not in (TopKRouter, ImageRouter):
-            return super().scriptable_choice()  # raises
-        if self.eval_capacity_factor is not None:
-            raise RuntimeError(
-                f"TorchScript has no capacities, here eval_capacity_factor={self.eval_capacity_factor}: trace the "
-                "model in eval mode instead."
-            )
-        return ScriptableChoice(self.weight, self.top_k, self.gate_mode, self.routing_unit == "image")
-
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, ..., D).
 
@@ -237,7 +225,7 @@ class TopKRouter(RecordingRouter):
     def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
         if not (self.noise_std and self._is_noisy()):
             return logits_GBNE
-        return logits_GBNE + drawn(torch.randn_like(logits_GBNE)) * (self.noise_std / logits_GBNE.shape[3])
+        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
 
     def _capacity(self, rows: int) -> int | None:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
