@@ -66,8 +66,8 @@ class Experts(StackedParameters):
         dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
 
     Raises:
-        ValueError: if ``num_experts`` is below 1, ``init`` is unknown, ``ffn`` has buffers, or a ``dropout`` is given
-            and ``ffn`` has none or it is not in [0, 1].
+        ValueError: if ``num_experts`` is below 1, ``init`` is unknown, ``ffn`` has buffers, or ``dropout`` is given and
+            is not in [0, 1] or ``ffn`` has no dropout.
     """
 
     _ffn: nn.Module
@@ -136,7 +136,7 @@ class Experts(StackedParameters):
         """The weights of all networks of the layer, stacked and detached.
 
         Raises:
-            ValueError: if they have adapters that are not merged.
+            ValueError: if they have unmerged adapters.
         """
         self._require_merged(self.adapted())
         return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
@@ -187,7 +187,7 @@ class Experts(StackedParameters):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the network runs once over the rows of all experts."""
+        """True if the network runs once over the rows of all experts."""
         return self._grouped is not None
 
     def run_mean(self, x: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class Experts(StackedParameters):
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether the module is a wrapper of PEFT. (Wrappers of FSDP1 pass on attributes, so ask the class.)"""
+    """Recognise a wrapper of PEFT by its class, since wrappers of FSDP1 pass on attributes."""
     return hasattr(type(module), "active_adapter")
 
 

@@ -40,5 +40,5 @@ def no_autocast(x: Tensor) -> Any:
 
 
 def in_plain_operators() -> bool:
-    """Whether a trace or an ONNX file is made: others read these files, and do not know a package's operators."""
+    """True while a trace or an ONNX file is made, which others read without this package's operators."""
     return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()

@@ -53,16 +53,16 @@ def _linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Ten
 
 
 def _outer(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    """For each run ``y.T @ x``, (E, H, D), and the sum of y, (E, H): gradients of weight and bias of a linear layer."""
+    """``y.T @ x`` of each run, (E, H, D), and the sum of y, (E, H): gradients of a linear layer's weight and bias."""
     if _needs_function(y_NH, x_ND):
         return _Outer.apply(y_NH, x_ND, end_E, with_sum)
     return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
 
 
 def _needs_function(*tensors: Tensor | None) -> bool:
-    """Whether to run an autograd function, which torch.compile does not need and which takes time.
+    """Decide for an autograd function, which takes time and which torch.compile does not need.
 
-    In forward-mode differentiation a function raises an error, where an operator would give zeros.
+    In forward-mode differentiation it raises an error, where the bare operator would give zeros.
     """
     if torch.compiler.is_compiling():
         return False
@@ -166,19 +166,12 @@ def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
 
 
 def _needs_no_sizes(x_ND: Tensor, other: Tensor) -> bool:
-    """Whether a GPU computes this without telling the host the sizes of the runs."""
-    return x_ND.is_cuda and (x_ND.shape[1] == 0 or _fits_grouped_mm(x_ND, other))
-
-
-def _fits_grouped_mm(x_ND: Tensor, other: Tensor) -> bool:
-    """Whether grouped_mm takes these: bfloat16, widths of a multiple of 16 bytes."""
-    return (
-        _grouped_mm is not None
-        and x_ND.dtype == other.dtype == torch.bfloat16
-        and x_ND.numel() > 0
-        and other.numel() > 0
-        and all(width % 8 == 0 for width in (x_ND.shape[-1], *other.shape[1:]))
-    )
+    """True on a GPU for a bias alone and for what grouped_mm takes: bfloat16, widths of a multiple of 16 bytes."""
+    if not x_ND.is_cuda or x_ND.shape[1] == 0:
+        return x_ND.is_cuda
+    is_bfloat16 = x_ND.dtype == other.dtype == torch.bfloat16
+    fits = x_ND.numel() > 0 and other.numel() > 0 and all(w % 8 == 0 for w in (x_ND.shape[-1], *other.shape[1:]))
+    return _grouped_mm is not None and is_bfloat16 and fits
 
 
 def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
 
 
 def keeps_zeros(ffn: nn.Module) -> bool:
-    """Whether rows of zeros after the last run remain zeros: timm's Mlp and its kin end with a linear layer."""
+    """True for timm's Mlp and its kin: they end with a linear layer, which leaves the rows after the last run zero."""
     return type(ffn).__module__ == "timm.layers.mlp"
 
 

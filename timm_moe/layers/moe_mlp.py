@@ -87,7 +87,7 @@ class MoeMlp(Experts):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Add the present weights of the router to the tensors of a dense network, which has none."""
+        """Add the router's present weights to the tensors of a dense network."""
         for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
             state_dict.setdefault(name, value)
 
@@ -210,7 +210,7 @@ class SharedExpertMlp(MoeMlp):
         self._begin_shared()
 
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of the routed experts, then those of the shared one."""
+        """The weights of the routed experts, and the shared expert as the last."""
         shared = dict(self.shared.named_parameters())
         self._require_merged(
             [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
