@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from .checks import check_choice
 from .functional import call
 from .grouped import sizes_of_runs
 from .grouped_network import grouped_form, grouped_paths, keeps_zeros
@@ -78,8 +79,7 @@ class Experts(StackedParameters):
         self.expert_init = init
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
-        if init not in EXPERT_INITS:
-            raise ValueError(f"expert_init must be one of {', '.join(EXPERT_INITS)}, got {init!r}.")
+        check_choice("expert_init", init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
         for path, parameter in ffn.named_parameters():
@@ -114,12 +114,12 @@ class Experts(StackedParameters):
 
     def expert_weights(self) -> list[tuple[str, Tensor]]:
         """The weights that the experts compute with, (E, ...): the stacked parameters with PEFT's adapters added."""
-        return [(name, self._weight(name)) for name, _ in self._ffn.named_parameters()]
-
-    def _weight(self, name: str) -> Tensor:
-        path, _, own_name = name.rpartition(".")
-        module = attrgetter(path)(self) if path else self
-        return module(own_name) if _has_adapters(module) else getattr(module, own_name)
+        weights = []
+        for path, _ in self._ffn.named_parameters():
+            module_path, _, name = path.rpartition(".")
+            module = attrgetter(module_path)(self) if module_path else self
+            weights.append((path, module(name) if _has_adapters(module) else getattr(module, name)))
+        return weights
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
@@ -201,7 +201,7 @@ class Experts(StackedParameters):
         """
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
-            _set_dropout(ffn.get_submodule(path), rate)
+            ffn.get_submodule(path).p = rate  # type: ignore[assignment]
         ffn.load_state_dict({name: weights[name] for name, _ in ffn.named_parameters()}, assign=True)
         for name, stacked in self.named_expert_parameters():
             ffn.get_parameter(name).requires_grad_(stacked.requires_grad)

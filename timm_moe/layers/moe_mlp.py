@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .functional import in_plain_operators
@@ -175,16 +176,15 @@ class SharedExpertMlp(MoeMlp):
     SHARED_INITS = ("pretrained", "zero_out")
 
     def __init__(self, ffn: nn.Module, *args: Any, shared_init: str = "pretrained", **kwargs: Any):
-        if shared_init not in self.SHARED_INITS:
-            raise ValueError(f"shared_init must be one of {', '.join(self.SHARED_INITS)}, got {shared_init!r}.")
+        check_choice("shared_init", shared_init, self.SHARED_INITS)
         super().__init__(ffn, *args, **kwargs)
         self.shared = copy.deepcopy(ffn)
         self.shared_init = shared_init
-        self._begin_shared()
+        self._init_shared()
         for path, module in dropouts(self._ffn):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
-    def _begin_shared(self) -> None:
+    def _init_shared(self) -> None:
         for name, parameter in self.shared.named_parameters():
             if self._starts_at_zero(name):
                 nn.init.zeros_(parameter)
@@ -207,7 +207,7 @@ class SharedExpertMlp(MoeMlp):
         super().reset_from_dense(ffn)
         for name, parameter in self.shared.named_parameters():
             parameter.copy_(ffn.get_parameter(name))
-        self._begin_shared()
+        self._init_shared()
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of the routed experts, and the shared expert as the last."""
@@ -255,8 +255,7 @@ class EwaMlp(MoeMlp):
     ):
         router = RandomPartition(num_experts)
         super().__init__(ffn, router, num_experts, expert_init, expert_dropout=expert_dropout)
-        if eval_mode not in self.EVAL_MODES:
-            raise ValueError(f"eval_mode must be one of {', '.join(self.EVAL_MODES)}, got {eval_mode!r}.")
+        check_choice("eval_mode", eval_mode, self.EVAL_MODES)
         self.eval_mode = eval_mode
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_flag, check_integer, check_number
+from .checks import check_choice, check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
@@ -105,10 +105,8 @@ class TopKRouter(RecordingRouter):
         check_integer("capacity_multiple", capacity_multiple, 1)
         check_integer("group_images", group_images, 1, or_none=True)
         check_flag("batch_priority", batch_priority)
-        if not isinstance(capacity_rounding, str) or capacity_rounding not in ROUNDINGS:
-            raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
-        if gate_mode not in GATE_MODES:
-            raise ValueError(f"gate_mode must be one of {', '.join(GATE_MODES)}, got {gate_mode!r}.")
+        check_choice("capacity_rounding", capacity_rounding, ROUNDINGS)
+        check_choice("gate_mode", gate_mode, GATE_MODES)
         for name, weight in loss_weights.items():
             if name not in LOSSES:
                 raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
