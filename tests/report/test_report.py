@@ -29,7 +29,7 @@ from timm_moe.report.sections import (
     routing_section,
     run_section,
 )
-from timm_moe.training.epoch_log import FILE, spread
+from timm_moe.training.epoch_log import FILE, relative_distance_to_mean
 from timm_moe_cli import main
 
 HERE = Inference(batch_size=7, workers=0, device="cpu")
@@ -167,7 +167,7 @@ def test_experts_that_are_alike_are_called_so(data, ewa_vit):
     first = likeness(model, images, HERE)[0]
     assert first.weights_EE[0, 3] < 0.5
     assert first.outputs_EE[0, 3] < 0.9
-    assert first.spread == spread(changed) > 0.1
+    assert first.spread == relative_distance_to_mean(changed) > 0.1
     (part,) = alike_section([first]).parts
     assert f"blocks.1.mlp {first.spread:.3g}" in part.text
 

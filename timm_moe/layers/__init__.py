@@ -5,7 +5,6 @@ from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
-from .registry import WeakRegistry
 from .router import Router, routing_to
 from .routing import (
     EnsembleRouter,
@@ -35,7 +34,6 @@ __all__ = [
     "Tile",
     "TilingRouter",
     "TopKRouter",
-    "WeakRegistry",
     "begin_forward",
     "ensemble_log_probabilities",
     "routing_to",

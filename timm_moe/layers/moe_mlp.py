@@ -1,7 +1,7 @@
 """The expert layers that take the place of a transformer block's feed-forward network."""
 
 import copy
-from collections.abc import Callable, Iterable
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .kept_mean import mean_over_experts
+from .living import register
 from .records import RecordingRouter
 from .router import Router
 from .routing import RandomPartition
@@ -28,16 +29,14 @@ class MoeMlp(Experts):
 
     Attributes:
         path: name of the layer in its model, for messages.
-        replaced: the parameters of the dense network whose place it took, as long as something still holds them.
+        replaced: references to the parameters of the dense network whose place it took; empty in copies.
         deploys_dense: whether one dense network computes what the layer does when it is deployed.
         fused: whether learned weights make one network of the experts, so that nothing is routed or left to gather.
     """
 
     deploys_dense: ClassVar[bool] = False
     fused: ClassVar[bool] = False
-    #: Called with every layer that comes to be in this process, copies and unpickled ones included.
-    observers: ClassVar[list[Callable[["MoeMlp"], Any]]] = []
-    replaced: Iterable[nn.Parameter] = ()
+    replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
 
     def __init__(
         self,
@@ -51,15 +50,14 @@ class MoeMlp(Experts):
         super().__init__(ffn, num_experts, expert_init, expert_dropout)
         self.router = router
         self.path = ""
-        self._announce()
+        register(self)
 
-    def __setstate__(self, state):  # a deep copy or an unpickled layer
+    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
+        return {**self.__dict__, "replaced": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a deep copy or an unpickled layer
         super().__setstate__(state)
-        self._announce()
-
-    def _announce(self) -> None:
-        for observe in self.observers:
-            observe(self)
+        register(self)
 
     @property
     def routed_by(self) -> Router:

@@ -1,4 +1,13 @@
-"""What routers have to say of their training forwards, kept until someone adds their losses to the training loss."""
+"""Router losses of training forwards, which wait until someone adds them to the training loss.
+
+1. A router takes a record when it is called in training mode with gradients, outside of backward: what gradient
+   checkpointing repeats in backward does not count.
+2. The record waits in ``router.records`` until ``auxiliary_loss`` adds the losses, which clears the list.
+3. A forward of the model that begins while losses wait drops them; within a training task all forwards gather.
+4. If only a part of the model is called (``forward_features``), no forward is announced, and records gather.
+5. Compiled code cannot ask whether backward is running. So once the losses of an announced forward were added, records
+   are ignored until the next one, or an optimizer step.
+"""
 
 import warnings
 from typing import Any, NamedTuple
@@ -11,31 +20,25 @@ from .router import Router
 
 #: torch 2.6 has no such function.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-
-
-#: Never entered; it knows whether backward is running.
+#: Never entered: only asked whether backward is running.
 _tracker = ModuleTracker()
-#: Calls whose losses are kept where nobody announces forwards: those of several forwards of the deepest models whose
-#: blocks share a router.
+#: Records that gather at most: as many as several forwards of the deepest models whose blocks share a router.
 MOST_WAITING = 256
 
 
 def in_backward() -> bool:
-    """Whether this is run by backward, as the forwards that gradient checkpointing repeats.
-
-    What is compiled cannot ask.
-    """
+    """Whether backward is running, as when gradient checkpointing repeats a forward; compiled code cannot ask."""
     return not torch.compiler.is_compiling() and _tracker.is_bw
 
 
 class RouterRecord(NamedTuple):
-    """What a router has to say of one forward in training.
+    """Losses and statistics of one training forward of a router.
 
     Attributes:
-        losses: mean over the groups of each of its losses by name, without their weights, detached.
-        weighted_loss: their weighted sum, to be added to the training loss; None if all weights are 0.
-        load: (E,) number of choices that went for each expert, dropped ones included.
-        dropped: () number of choices that found no place.
+        losses: mean over the groups of each loss by name, without its weight, detached.
+        weighted_loss: weighted sum of the losses, for the training loss; None if there are no weights.
+        load: (E,) number of choices of each expert, dropped choices included.
+        dropped: () number of choices beyond the capacities.
         finite: () whether all logits were finite numbers.
     """
 
@@ -47,95 +50,79 @@ class RouterRecord(NamedTuple):
 
 
 class RecordingRouter(Router):
-    """Base of the routers that have losses.
+    """Base class of routers with losses; see the top of this file for when a record is taken.
 
-    In training, each forward leaves a record, whose losses wait until someone adds them to the training loss. A forward
-    of the model replaces the records of the one before, unless a training task gathers those of several. What gradient
-    checkpointing repeats in backward does not count. Once the losses were added, no more records are taken until the
-    next forward of the model begins. Where nobody announces forwards, because the model itself is not called, records
-    gather until their losses are added; those that wait in vain are forgotten with a warning.
+    Args:
+        num_experts: E.
+        loss_weights: weight of each loss by name; a loss without a weight is not computed.
 
     Attributes:
-        loss_weights: weight of each loss by name; those without one are not computed.
-        records: of the last forward of the model in training, in the order of the calls of this router.
-        phase: what comes of the next record, see below.
-        discarded: whether losses that waited were replaced by those of another forward since the last optimizer step.
-        waited: number of records that were there at the last step of an optimizer which does not train this router.
+        records: records whose losses wait, in the order of the calls.
+        discarded: whether a forward dropped losses that waited, since the last optimizer step.
+        totals: sums over the records whose losses were added, see :mod:`timm_moe.training.router_losses`.
     """
-
-    #: Of ``phase``. The next record is the first of a new list, as nobody announced a forward since the last step; ...
-    ANEW = "anew"
-    #: ... is one more of those that nobody announced; ...
-    UNANNOUNCED = "unannounced"
-    #: ... is one more of the model's forward; ...
-    FORWARD = "forward"
-    #: ... is one more of all forwards of a training task; ...
-    TASK = "task"
-    #: ... is not taken, as the losses were added.
-    ADDED = "added"
-
-    phase: str
 
     def __init__(self, num_experts: int, loss_weights: dict[str, float]):
         super().__init__(num_experts)
         self.loss_weights = loss_weights
-        self._reset()
-
-    def _reset(self) -> None:
-        self.discarded = False
+        self.totals: Any = None
         self.forget()
-
-    def begin_forward(self) -> None:
-        """A forward of the model begins: take its records, if it is one in training."""
-        if self.phase != self.TASK and self.is_recording() and not in_backward():
-            self.discarded = self.discarded or self.has_pending_losses()
-            self.forget()
-            self.phase = self.FORWARD
-
-    def begin_task(self) -> None:
-        """A training task begins: forget the records before it, and gather."""
-        self.forget()
-        self.phase = self.TASK
-
-    def end_task(self) -> None:
-        """The training task has ended; another forward replaces its records."""
-        if self.phase == self.TASK:
-            self.phase = self.FORWARD if self.records else self.ANEW
 
     def forget(self) -> None:
-        """Forget the records."""
+        """Drop the records; the next forward starts from nothing."""
         self.records: list[RouterRecord] = []
-        self.phase = self.ANEW
-        self.waited = 0
+        self.discarded = False
+        self.is_gathering = False
+        self._announced = False  # a forward of the model, or a task, began since the last optimizer step
+        self._recorded = False  # a record was taken since it began
+        self._added = False  # its losses were added, so that later records are repetitions
+        self._unclaimed = 0  # records that waited at the last step of an optimizer which does not train this router
 
-    def is_pending(self) -> bool:
-        """Whether there are records whose losses were not added yet."""
-        return len(self.records) > 0 and self.phase not in (self.ANEW, self.ADDED)
+    def begin_forward(self) -> None:
+        """Drop the losses that wait, if the model begins a training forward outside of a task."""
+        if not self.is_gathering and self.is_recording() and not in_backward():
+            discarded = self.discarded or self.has_pending_losses()
+            self.forget()
+            self._announced, self.discarded = True, discarded
+
+    def begin_task(self) -> None:
+        """Drop the records, and gather from now on."""
+        self.forget()
+        self.is_gathering = self._announced = True
+
+    def end_task(self) -> None:
+        """Stop gathering: another forward replaces the records of the task."""
+        self.is_gathering, self._announced = False, bool(self.records)
+
+    def waiting(self) -> list[RouterRecord]:
+        """The records whose losses wait."""
+        return [] if self._added else self.records
+
+    def take(self) -> list[RouterRecord]:
+        """Return the records that wait and clear the list: their losses are added now."""
+        records, self.records, self._unclaimed = self.waiting(), [], 0
+        self._added |= self._announced and len(records) > 0
+        return records
 
     def has_pending_losses(self) -> bool:
-        """Whether losses with a gradient wait to be added."""
-        return self.is_pending() and _have_gradient(self.records)
+        """Whether losses with a gradient wait."""
+        return any(map(_has_gradient, self.waiting()))
 
-    def end_waiting(self) -> None:
-        """The losses were added."""
-        self.phase = self.ANEW if self.phase == self.UNANNOUNCED else self.ADDED
+    def end_step(self) -> None:
+        """Clear the list as an optimizer that trains this router steps; the caller has looked for pending losses."""
+        self.records, self._unclaimed = [], 0
+        self.discarded = self._announced = self._added = False
 
-    def see_step(self) -> None:
-        """An optimizer steps that trains this router."""
-        if self.phase != self.UNANNOUNCED:
-            self.phase = self.ANEW
-        self.discarded = False
+    def end_other_step(self) -> None:
+        """Drop the records that waited at two steps of optimizers which do not train this router: nobody adds them."""
+        if not self._announced and self.has_pending_losses():
+            if self._unclaimed:
+                self._drop_oldest(self._unclaimed)
+            self._unclaimed = len(self.records)
 
-    def see_another_step(self) -> None:
-        """An optimizer steps that does not train this router: what its last step saw waiting waits in vain."""
-        if self.phase == self.UNANNOUNCED and self.has_pending_losses():
-            if self.waited:
-                self._forget_oldest(self.waited)
-            self.waited = len(self.records)
-
-    def _forget_oldest(self, number: int) -> None:
+    def _drop_oldest(self, number: int) -> None:
         self.records = self.records[number:]
-        self.waited = max(self.waited - number, 0)
+        self._unclaimed = max(self._unclaimed - number, 0)
         warnings.warn(
             "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. Where "
             "routers are not to be trained, call eval() on them or freeze them with requires_grad_(False); else add "
@@ -160,23 +147,21 @@ class RecordingRouter(Router):
         return torch.is_grad_enabled()
 
     def record(self, losses: dict[str, Tensor], load: Tensor, dropped: Tensor, finite: Tensor) -> None:
-        """Take a record; arguments as :class:`RouterRecord` has them, but the losses with their gradients.
+        """Take a record; the arguments are the fields of :class:`RouterRecord`, the losses with their gradients.
 
         Raises:
-            RuntimeError: in a repetition of what ran without gradients, where there was nothing to record.
+            RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
         """
-        # Only this is left out in a repetition: checkpointing wants to see all else computed again.
-        if in_backward():
-            if losses and not self.records:
+        if in_backward():  # leave out the record alone: checkpointing expects the same operators again
+            if losses and not self._recorded:
                 raise RuntimeError(
                     "Reentrant gradient checkpointing loses the routers' losses: give it use_reentrant=False."
                 )
             return
-        if self.phase == self.ADDED:
-            return  # what was compiled cannot ask whether it is a repetition
-        if self.phase == self.ANEW:
-            self.forget()
-            self.phase = self.UNANNOUNCED
+        # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
+        if not torch.compiler.is_compiling() and self._added:
+            return
+        self._recorded = True
         weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
@@ -185,25 +170,25 @@ class RecordingRouter(Router):
             dropped=dropped,
             finite=finite,
         )
-        # Without anything to add, nobody may ever come for the records, so they must not pile up.
-        self.records = [*self.records, record] if _have_gradient([record]) else [record]
-        if len(self.records) > MOST_WAITING and self.phase == self.UNANNOUNCED:
-            self._forget_oldest(1)
+        # Without losses to add, nobody may ever come for the records, so they must not pile up.
+        self.records = [*self.records, record] if _has_gradient(record) else [record]
+        if len(self.records) > MOST_WAITING and not self._announced:
+            self._drop_oldest(1)
 
-    def __getstate__(self) -> dict[str, Any]:  # for a deep copy or a pickle, to which no graph must be tied
-        return {**self.__dict__, "records": []}
+    def __getstate__(self) -> dict[str, Any]:  # a copy or a pickle must hold no graph
+        return {**self.__dict__, "records": [], "totals": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reset()
+        self.forget()
 
 
-def _have_gradient(records: list[RouterRecord]) -> bool:
-    return any(record.weighted_loss is not None and record.weighted_loss.requires_grad for record in records)
+def _has_gradient(record: RouterRecord) -> bool:
+    return record.weighted_loss is not None and record.weighted_loss.requires_grad
 
 
 def begin_forward(module: nn.Module, *args: Any) -> None:
-    """Forward pre-hook of a model: announces its forward to the routers in it."""
+    """Announce a forward of a model to its routers; a forward pre-hook."""
     for router in module.modules():
         if isinstance(router, RecordingRouter):
             router.begin_forward()

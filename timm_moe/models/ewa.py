@@ -3,7 +3,7 @@
 Each family of timm has a module here that exists in memory only, ``timm_moe.models.ewa.swin_transformer`` for one. It
 holds the entrypoints, so that timm lists them with the family, and the classes of the models, each made when it is
 first asked for. An entrypoint calls timm's own, which builds ``Moe<Class>`` in place of ``<Class>`` and does all else
-as ever, see :func:`timm_moe.integrations.timm.building_instead`.
+as ever, see :func:`timm_moe.integrations.timm.build_instead`.
 """
 
 import copy
@@ -23,7 +23,7 @@ from timm.models import (
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ..integrations.timm import add_module, building_instead
+from ..integrations.timm import add_module, build_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, architecture_args
 from .vision_transformer import MoeVisionTransformer
@@ -108,16 +108,11 @@ def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
 
 
-def _class_instead(stock_class: type[nn.Module]) -> type[nn.Module] | None:
-    """The class with experts; None of one of no family, which is but a part of the model, as a hybrid's backbone."""
-    return expert_class(stock_class) if stock_class.__module__.rpartition(".")[2] in _families else None
-
-
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     dense_args = architecture_args(kwargs)
     # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
-    with building_instead(_class_instead, f"{architecture}_ewa_moe") as stated:
-        model = model_entrypoint(architecture)(pretrained=pretrained, **kwargs)
+    name, entrypoint = f"{architecture}_ewa_moe", model_entrypoint(architecture)
+    model, stated = build_instead(entrypoint, expert_class, name, pretrained=pretrained, **kwargs)
     if "out_features" in stated:  # which some look up by the pretrained tag: an exported model has none
         dense_args["out_features"] = stated["out_features"]
     # Some of timm's entrypoints look up their config before they build.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..analysis.data import Inference, batches
 from ..convert.blocks import moe_layers, whole_experts
 from ..layers import MoeMlp, routing_to
-from ..training.epoch_log import spread
+from ..training.epoch_log import relative_distance_to_mean
 
 #: Rows of a layer's input on which the outputs of its experts are compared, and images that they come from.
 ROWS, IMAGES = 512, 16
@@ -29,7 +29,7 @@ class Likeness:
         layer: its name.
         weights_EE: cosine of the weights of two experts.
         outputs_EE: cosine of their outputs, on average over rows.
-        spread: see :func:`timm_moe.training.epoch_log.spread`.
+        spread: see :func:`timm_moe.training.epoch_log.relative_distance_to_mean`.
     """
 
     layer: str
@@ -53,7 +53,7 @@ def likeness(model: nn.Module, images: ImageDataset, inference: Inference | None
         for (x,), _ in batches([model], images, inference or Inference(), some):
             model(x)
     return [
-        Likeness(path, _cosine(_weights(layer)), _outputs_alike(layer, rows[path]), spread(layer))
+        Likeness(path, _cosine(_weights(layer)), _outputs_alike(layer, rows[path]), relative_distance_to_mean(layer))
         for path, layer in layers.items()
     ]
 
