@@ -106,8 +106,8 @@ class RouterSpec:
 
 
 _registered: dict[str, RouterSpec] = {}
-#: Names of those that come with the package.
-_HERE: list[str] = []
+#: Routers that come with the package: their options are refused in a sentence where they do not belong.
+_OWN = ("random", "top_k", "fused")
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
@@ -132,11 +132,6 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     return spec
 
 
-def register_here(spec: RouterSpec) -> None:
-    """As :func:`register_router`, for those that come with the package: their options are refused wherever they err."""
-    _HERE.append(register_router(spec).name)
-
-
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
     """Options of ``convert_to_moe``, for one router or for all.
 
@@ -144,7 +139,7 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
     belong; those of other packages' routers may be arguments of a model too, so only the chosen one's are.
     """
     others = [] if router is None else [get_spec(router)]
-    specs = [*(_registered[name] for name in _HERE), *(others or _registered.values())]
+    specs = [*(_registered[name] for name in _OWN if name in _registered), *(others or _registered.values())]
     return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in specs for name in spec.defaults())]))
 
 
@@ -293,7 +288,7 @@ COMMON_OPTIONS = (
     *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
 )
 
-register_here(
+register_router(
     RouterSpec(
         "random",
         _random_partition,
@@ -303,7 +298,7 @@ register_here(
         averaged=True,
     )
 )
-register_here(
+register_router(
     RouterSpec(
         "top_k",
         _top_k_router,

@@ -19,7 +19,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -234,7 +233,7 @@ def _with_member_loss(init: Any) -> Any:
         if is_ensemble and getattr(self, "multi_label", False):
             raise ValueError(
                 f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(model)).__name__}: its "
-                "members' probabilities are those of one class for each image."
+                "members' probabilities are of one class for each image."
             )
         init(self, model, *args, **kwargs)
         if is_ensemble:
@@ -261,21 +260,6 @@ def _without_members(init: Any) -> Any:
 # --- models
 
 
-@dataclass
-class _Request:
-    """A model that an entrypoint of timm shall build; it travels among the entrypoint's arguments to timm's builder.
-
-    Attributes:
-        class_instead: gives the class to build for a class that timm names.
-        variant: name of the model.
-        stated: arguments of the builder; None until it was called.
-    """
-
-    class_instead: Callable[[type[nn.Module]], type[nn.Module]]
-    variant: str
-    stated: dict[str, Any] | None = None
-
-
 def build_instead(
     entrypoint: Callable[..., nn.Module],
     class_instead: Callable[[type[nn.Module]], type[nn.Module]],
@@ -298,26 +282,28 @@ def build_instead(
         RuntimeError: if the entrypoint did not call timm's builder.
     """
     require_installed()
-    request = _Request(class_instead, variant)
-    model = entrypoint(**kwargs, timm_moe_request=request)
-    if request.stated is None:
+    calls: list[dict[str, Any]] = []
+
+    def build(builder: Any, stock_class: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        calls.append(kwargs)
+        return builder(class_instead(stock_class), variant, *args, **kwargs)
+
+    model = entrypoint(**kwargs, timm_moe_build=build)
+    if not calls:
         raise RuntimeError(f"timm {timm.__version__} did not build {variant} with experts.")
-    return model, request.stated
+    return model, calls[0]
 
 
-def _building_what_is_requested(build: Any) -> Any:
-    """Wrap timm's ``build_model_with_cfg``, or what another package has put in its place."""
+def _with_another_build(builder: Any) -> Any:
+    """Let timm's ``build_model_with_cfg`` take an argument that builds the model instead."""
 
-    @functools.wraps(build)
-    def build_requested(
-        model_cls: Any, variant: str, *args: Any, timm_moe_request: _Request | None = None, **kwargs: Any
-    ) -> Any:
-        if timm_moe_request is None:
-            return build(model_cls, variant, *args, **kwargs)
-        timm_moe_request.stated = kwargs
-        return build(timm_moe_request.class_instead(model_cls), timm_moe_request.variant, *args, **kwargs)
+    @functools.wraps(builder)
+    def build_model(model_cls: Any, variant: str, *args: Any, timm_moe_build: Any = None, **kwargs: Any) -> Any:
+        if timm_moe_build is None:
+            return builder(model_cls, variant, *args, **kwargs)
+        return timm_moe_build(builder, model_cls, *args, **kwargs)
 
-    return build_requested
+    return build_model
 
 
 def add_module(module: ModuleType) -> None:
@@ -348,7 +334,7 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
     for name, module in list(sys.modules.items()):  # entrypoints look the builder up in their own module
         is_public = name.startswith("timm.models.") and not name.startswith("timm.models._")
         if is_public and "build_model_with_cfg" in vars(module):
-            yield module, "build_model_with_cfg", _building_what_is_requested
+            yield module, "build_model_with_cfg", _with_another_build
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
         yield scheduler_class, "step_update", functools.partial(_at_scheduler_step, position="num_updates")

@@ -179,7 +179,7 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
     if any(layer.router.discarded for layer in trained) and is_first_time(optimizer, "discarded losses"):
         _logger.warning(
             "The routers' losses of some forwards were not added to the training loss: timm_moe.auxiliary_loss(model) "
-            "holds those of the last forward, so call it after each one that is trained on."
+            "holds the losses of the last forward, so call it after each one that is trained on."
         )
     for layer in trained:
         layer.router.end_step()
