@@ -138,11 +138,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
 class _RunAveraging(ExpertWeightAveraging):
     """Averaging of a run of timm's scheduler, of all experts with a share rate that the optimizer trains.
 
-    Args:
-        layers: some that it trains now; others may be added.
-        optimizer: of the run.
-        num_epochs: of the run.
-        updates_per_epoch: optimizer steps of an epoch.
+    ``layers`` are some that it trains now; others may be added.
     """
 
     def __init__(self, layers: Iterable[MoeMlp], optimizer: Optimizer, num_epochs: int, updates_per_epoch: int):
@@ -177,11 +173,7 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
     """Let the averaging start where train.py starts a scheduler by this method, and log the routing of each epoch.
 
     After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or ``--start-epoch`` that
-    call is the only trace of it.
-
-    Args:
-        method: of timm's schedulers.
-        position: name of its first argument, ``"epoch"`` or ``"num_updates"``.
+    call is the only trace of it. ``position`` is the name of the method's first argument.
     """
 
     @functools.wraps(method)
@@ -269,16 +261,14 @@ def build_instead(
     """Let an entrypoint of timm build a model of another class, and do all else as ever.
 
     Args:
-        entrypoint: of timm.
+        entrypoint: of timm; ``kwargs`` are its arguments.
         class_instead: gives the class to build for the class that timm names.
         variant: name of the model to build.
-        kwargs: of the entrypoint.
 
     Returns:
         The model, and the arguments that the entrypoint gave to timm's builder.
 
     Raises:
-        ImportError: as :func:`require_installed`.
         RuntimeError: if the entrypoint did not call timm's builder.
     """
     require_installed()

@@ -131,10 +131,8 @@ class ExpertWeightAveraging:
     parameter that layers share is averaged once, at the first layer's rate.
 
     If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups, either may be given:
-    the experts are averaged once the outermost step ends, also after a ``second_step`` of SAM. An optimizer prepared by
-    Accelerate is followed where it really steps.
-
-    Under timm's train.py none of this has to be written: see :mod:`timm_moe.integrations.timm`.
+    the experts are averaged once the outermost step ends. timm's train.py needs no call of this class at all, see
+    :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
@@ -146,10 +144,10 @@ class ExpertWeightAveraging:
 
     Raises:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
-        ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
-            1, an optimizer whose step was replaced before it had torch's hooks, one that trains none of the model's
-            experts or has its averaging already, or experts that cannot be averaged in place, see
-            :func:`average_experts_`. If they change so later, the next step raises before it moves a weight.
+        ValueError: on arguments out of range, a share rate beside a function, an optimizer whose steps cannot be
+            followed, that trains none of the model's experts or has its averaging already, or experts that cannot be
+            averaged in place, see :func:`average_experts_`. If they change so later, the next step raises before it
+            moves a weight.
 
     Attributes:
         share_rate: the rate of the last averaging in the first layer, 0 before the first.
@@ -264,17 +262,13 @@ class ExpertWeightAveraging:
 
     def _rates(self, layers: list[MoeMlp], progress: float) -> list[float]:
         """The rate of each layer; ValueError if it is out of range."""
-        if not callable(self._schedule):
-            return [self._named_rate(layer, progress) for layer in layers]
-        rate = self._schedule(progress)  # called once for a step
-        for layer in layers:
+        if callable(self._schedule):  # it is called once for a step
+            stated: list[tuple[float, Any]] = [(self._schedule(progress), "constant")] * len(layers)
+        else:
+            stated = [self._stated(layer) for layer in layers]
+        for (rate, _), layer in zip(stated, layers, strict=True):
             check_share_rate(rate, layer.num_experts)
-        return [rate] * len(layers)
-
-    def _named_rate(self, layer: MoeMlp, progress: float) -> float:
-        rate, schedule = self._stated(layer)
-        check_share_rate(rate, layer.num_experts)
-        return get_schedule(schedule)(progress, rate)
+        return [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
 
     def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
         """Share rate and schedule of a layer: the arguments, and where they are None the layer's own."""

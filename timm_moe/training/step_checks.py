@@ -69,7 +69,7 @@ def _refuse_dense_optimizer(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
         if replaced and not is_frozen and layer not in trained:
             raise ValueError(
                 f"This optimizer is older than the experts in {layer.path}: it holds the dense weights whose place "
-                "they took, and would leave them untrained. Create it from the model's parameters, after convert_to_moe."
+                "they took, and would leave them untrained. Create it from the model's parameters after convert_to_moe."
             )
     for layer in trained:
         for _, stacked in layer.named_expert_parameters():
