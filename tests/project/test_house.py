@@ -162,7 +162,7 @@ finally:
 #: Objects of the package that change while a process runs. METHODS and SCHEDULES are tables that users may extend.
 CHANGING = {
     "layers.living._living",
-    "convert.routers._registered",
+    "convert.registry._registered",
     "convert.gather.METHODS",
     "schedules.SCHEDULES",
     "integrations.timm._undo",

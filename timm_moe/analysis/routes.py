@@ -157,7 +157,7 @@ def _routes(
     classes = [class_name(number) for number in present.tolist()]
     degrees = [layers[layer].routed_by.routing_degree() for layer, _ in calls]
     return [
-        Routes(name, routing.place.shape[1], degree, torch.cat(parts), labels, classes, image_I)
+        Routes(name, routing.slots.shape[1], degree, torch.cat(parts), labels, classes, image_I)
         for name, (_, routing), degree, parts in zip(
             call_names([layer for layer, _ in calls]), calls, degrees, zip(*counts, strict=True), strict=True
         )
@@ -213,14 +213,14 @@ def _watched(layers: Mapping[str, MoeMlp]) -> Iterator[list[tuple[str, Routing]]
 def _count_choices(routing: Routing, images: int) -> Tensor:
     """(I, E) choices of each image for each expert; the rows of an image stand together."""
     expert_IN = routing.experts().reshape(images, -1)
-    count_IE = expert_IN.new_zeros(images, len(routing.ends))
+    count_IE = expert_IN.new_zeros(images, len(routing.offsets))
     return count_IE.scatter_add_(1, expert_IN, torch.ones_like(expert_IN)).int().cpu()
 
 
 def _count_of_patches(layer: str, routing: Routing, patches: Sequence[int], prefix: int) -> Tensor:
     """(B, P, E) choices of each patch for each expert; an image may be there several times, for each member."""
     images, tokens = patches[0], prefix + patches[1]
-    rows, top_k = routing.place.shape
+    rows, top_k = routing.slots.shape
     if rows % (images * tokens):
         raise ValueError(
             f"{layer} routes {rows // images} rows of an image, which are not its {patches[1]} patches and {prefix} "
@@ -228,7 +228,7 @@ def _count_of_patches(layer: str, routing: Routing, patches: Sequence[int], pref
         )
     expert_BMTK = routing.experts().view(images, -1, tokens, top_k)
     expert_BPN = expert_BMTK[:, :, prefix:].transpose(1, 2).flatten(2)
-    count_BPE = expert_BPN.new_zeros(*patches, len(routing.ends))
+    count_BPE = expert_BPN.new_zeros(*patches, len(routing.offsets))
     return count_BPE.scatter_add_(2, expert_BPN, torch.ones_like(expert_BPN)).to(torch.uint8).cpu()
 
 

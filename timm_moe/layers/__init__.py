@@ -1,4 +1,4 @@
-"""Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
+"""Expert layers in plain PyTorch, without timm, training loops or files."""
 
 from .dispatch import Routing
 from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
@@ -6,7 +6,7 @@ from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
 from .router import Router, routing_to
-from .routing import (
+from .routers import (
     EnsembleRouter,
     ImageRouter,
     MultiHeadRouter,

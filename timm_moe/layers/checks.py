@@ -1,4 +1,4 @@
-"""Options outside their range end in one sentence."""
+"""Validation of option values."""
 
 import math
 from typing import Any

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert.blocks import copy_sharing_tensors, expert_parameters, moe_layers
+from ..convert.blocks import expert_parameters, moe_layers
 from ..convert.convert import convert_to_moe
-from ..convert.dense import dense_for_now, without_announcements
-from ..convert.routers import moe_options
+from ..convert.dense import dense_for_now
+from ..convert.registry import moe_options
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
@@ -86,14 +86,6 @@ class MoeMixin:
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
         begin_forward(self)  # under features_only=True this is what is called, and not the model, whose hook does it
         return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
-
-    def __prepare_scriptable__(self: Any) -> nn.Module:
-        """What torch.jit.script compiles: a copy with the same weights, since torch changes what it is given.
-
-        It does not announce its forwards to routers, which only training needs.
-        """
-        layers = {id(layer): layer.__prepare_scriptable__() for layer in moe_layers(self).values()}
-        return without_announcements(copy_sharing_tensors(self, layers))
 
     def no_weight_decay(self: Any) -> set[str]:
         """Parameters that timm's optimizers do not decay: those of the stock model, and the experts' biases.

@@ -242,7 +242,7 @@ class _Watcher:
         self, name: str, path: str, x: Tensor, routing: Routing, pixels: Tensor, labels: Tensor, shown: Sequence[int]
     ) -> tuple[LayerObservation, Tensor]:
         layer, batch = self._layers[path], len(pixels)
-        kept_BNK = routing.experts().reshape(batch, -1, routing.place.shape[1])
+        kept_BNK = routing.experts().reshape(batch, -1, routing.slots.shape[1])
         dropped = int((kept_BNK == layer.num_experts).sum())
         chosen_BNK = _choices(layer, x).reshape(kept_BNK.shape) if dropped else kept_BNK
         first_BN = chosen_BNK[..., 0]
@@ -330,7 +330,7 @@ def _gates(probability: Tensor | None, routing: Routing) -> Tensor:
     """(T,) how likely the first choice of each row is; its weight, where the router has no probabilities."""
     if probability is not None:
         return probability.amax(-1)
-    return torch.ones(len(routing.place)) if routing.weight is None else routing.weight[:, 0]
+    return torch.ones(len(routing.slots)) if routing.gates is None else routing.gates[:, 0]
 
 
 def _entropies(probability: Tensor) -> Tensor:

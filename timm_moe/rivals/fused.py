@@ -7,11 +7,10 @@ import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..convert.routers import RouterSpec, register_router
+from ..convert.registry import RouterSpec, register_router
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
 from ..layers.functional import call, no_autocast
-from ..layers.scripting import ScriptableMlp, replacing
 
 
 class Fusion(Router):
@@ -120,7 +119,7 @@ class FusedMlp(MoeMlp):
         super()._complete_dense(state_dict, prefix)
         self._warn_of_copies()
 
-    def networks(self) -> dict[str, Tensor]:
+    def stacked_weights(self) -> dict[str, Tensor]:
         """The fused network, as the only one."""
         self._require_merged(self.adapted())
         with torch.no_grad():
@@ -140,10 +139,6 @@ class FusedMlp(MoeMlp):
         if routing is not None:
             raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
         return call(self._ffn, self._fused(), x)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        fused = {name: stacked[0] for name, stacked in self.networks().items()}
-        return replacing(self, ScriptableMlp(self.to_ffn(fused)))
 
 
 def _weighted_sum(stacked: Tensor, weights_E: Tensor) -> Tensor:
