@@ -197,7 +197,7 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
 
 
 def test_a_loop_that_never_steps_does_not_pile_up(monkeypatch):
-    monkeypatch.setattr("timm_moe.layers.records.MOST_WAITING", 3)
+    monkeypatch.setattr("timm_moe.layers.router_records.MOST_WAITING", 3)
     model, images = make_model(), batch()[0][:1]
     for _ in range(3):
         model.forward_features(images)

@@ -149,7 +149,7 @@ def _is_scaled(trainer: Trainer, num_items_in_batch: Tensor | int | None) -> boo
 
 @_wrap("log")
 def _log_statistics(
-    log: Any, trainer: Trainer, callback: ExpertCallback, logs: dict[str, float], *args: Any, **kwargs: Any
+    log: Any, trainer: Any, callback: ExpertCallback, logs: dict[str, float], *args: Any, **kwargs: Any
 ) -> None:
     if "loss" in logs:  # of training
         logs.update(expert_statistics(trainer.model, callback.averaging))

@@ -11,8 +11,8 @@ from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .functional import in_plain_operators
 from .living import register
-from .records import RecordingRouter
 from .router import Router
+from .router_records import RecordingRouter
 from .routers import RandomPartition
 
 

@@ -1,12 +1,11 @@
-"""Router losses of training forwards, which wait until someone adds them to the training loss.
+"""Records of routers: their losses in training forwards, which wait until someone adds them to the training loss.
 
-1. A router takes a record when it is called in training mode with gradients, outside of backward: what gradient
-   checkpointing repeats in backward does not count.
-2. The record waits in ``router.records`` until ``auxiliary_loss`` adds the losses, which clears the list.
-3. A forward of the model that begins while losses wait drops them; within a training task all forwards gather.
-4. If only a part of the model is called (``forward_features``), no forward is announced, and records gather.
-5. Compiled code cannot ask whether backward is running. So once the losses of an announced forward were added, records
-   are ignored until the next one, or an optimizer step.
+1. A router takes a record at each call in training with gradients, but not in backward, where checkpointing repeats it.
+2. Records wait in ``router.records`` until ``auxiliary_loss`` adds their losses, which clears the list.
+3. A forward of the model drops the records that wait, but within a training task the forwards gather.
+4. A part of the model that is called alone (``forward_features``) announces no forward, so its records gather.
+5. After the losses of an announced forward were added, records are ignored until the next one or an optimizer step:
+   compiled code cannot ask whether backward is running.
 """
 
 import warnings
