@@ -1,5 +1,6 @@
 """Statistics of routers over a run: summaries, logs of epochs, and warnings of NaN."""
 
+import copy
 import logging
 
 import pytest
@@ -29,6 +30,7 @@ def test_summary_of_a_loop():
         losses.append(record.losses)
     summaries = timm_moe.routing_summary(model)
     assert list(summaries) == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert timm_moe.routing_summary(copy.deepcopy(model)) == {}
     summary = summaries["blocks.3.mlp"]
     choices = 8 * 17 * 2
     assert summary.dropped == pytest.approx(dropped / choices)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import timm
@@ -85,6 +86,7 @@ def test_what_was_replaced_is_not_kept_alive(dense_vit):
     replaced = [parameter for reference in layer.replaced if (parameter := reference()) is not None]
     assert [parameter is weights[1] for parameter in replaced] == [True]
     assert not copy.deepcopy(layer).replaced
+    assert not pickle.loads(pickle.dumps(layer)).replaced
     del weights, replaced
     gc.collect()
     assert [reference() for reference in layer.replaced] == [None] * 4
