@@ -23,7 +23,7 @@ from timm_moe.layers import (
     TilingRouter,
     TopKRouter,
 )
-from timm_moe.training.averaging import living_layers
+from timm_moe.layers.living import living
 
 FFNS = {
     "Mlp": lambda width, hidden: Mlp(width, hidden),
@@ -238,7 +238,7 @@ def test_another_number_of_experts_is_named():
 def test_copies_are_independent_and_registered():
     layer = moe()
     for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert duplicate in living_layers
+        assert duplicate in living(MoeMlp)
         x = torch.randn(3, 5)
         assert torch.equal(duplicate.eval()(x), layer.eval()(x))
         duplicate.fc1.weight.data.zero_()

@@ -15,7 +15,7 @@ from timm_moe.analysis.routing_statistics import collect_routes
 from timm_moe.report.observe import SHOWN, SUREST
 from timm_moe.report.sections.routing import routing_section
 from timm_moe.report.sections.similarity import expert_similarity, similarity_section
-from timm_moe.training.epoch_log import spread
+from timm_moe.training.epoch_log import relative_distance_to_mean
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,6 @@ def test_experts_that_are_alike_are_called_so(data, ewa_vit):
     first = expert_similarity(model, images, HERE)[0]
     assert first.weights_EE[0, 3] < 0.5
     assert first.outputs_EE[0, 3] < 0.9
-    assert first.spread == spread(changed) > 0.1
+    assert first.spread == relative_distance_to_mean(changed) > 0.1
     (part,) = similarity_section([first]).parts
     assert f"blocks.1.mlp {first.spread:.3g}" in part.text

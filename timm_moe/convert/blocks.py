@@ -54,7 +54,7 @@ def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
     return list(blocks[number - 1 :: number] if rule == "every" else blocks[-number:])
 
 
-def sharing(layer: MoeMlp) -> tuple[float, str]:
+def share_rate_and_schedule(layer: MoeMlp) -> tuple[float, str]:
     """Share rate and schedule of a layer's experts, as conversion noted them; else its kind's."""
     rate, schedule = (0.3, "linear") if isinstance(layer, EwaMlp) else (0.0, "early")
     return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)

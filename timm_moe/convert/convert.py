@@ -1,5 +1,6 @@
 """The conversion of a model: feed-forward networks of chosen blocks become expert layers."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -7,7 +8,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
+from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import put_experts, select_blocks
@@ -115,7 +116,7 @@ def convert_to_moe(
         if not isinstance(layer, MoeMlp):
             raise TypeError(f"The layer of router {spec.name!r} is a {type(layer).__name__}, not a MoeMlp.")
     for path, layer in layers.items():
-        layer.path, layer.replaced = path, WeakRegistry(chosen[path].parameters())
+        layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them
         layer.train(chosen[path].training)
         put_experts(model, path, chosen[path], layer)

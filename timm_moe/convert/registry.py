@@ -104,8 +104,8 @@ COMMON_OPTIONS = (
     *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
 )
 _registered: dict[str, RouterSpec] = {}
-#: Names of the routers that come with the package.
-_HERE: list[str] = []
+#: Routers that come with the package: their options are refused in a sentence where they do not belong.
+_OWN = ("random", "top_k", "fused")
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
@@ -130,11 +130,6 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     return spec
 
 
-def register_here(spec: RouterSpec) -> None:
-    """Register a router of this package, whose options get a clear error when another router is chosen."""
-    _HERE.append(register_router(spec).name)
-
-
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
     """List the options of ``convert_to_moe``, for one router or for all.
 
@@ -142,7 +137,7 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
     other routers may also be arguments of a model, so the list has them only for the chosen router.
     """
     others = [] if router is None else [get_spec(router)]
-    specs = [*(_registered[name] for name in _HERE), *(others or _registered.values())]
+    specs = [*(_registered[name] for name in _OWN if name in _registered), *(others or _registered.values())]
     return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in specs for name in spec.defaults())]))
 
 
@@ -287,7 +282,7 @@ def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: 
         raise ValueError(f"This {type(model).__name__} has the expert layers of its ensemble already.")
 
 
-register_here(
+register_router(
     RouterSpec(
         "random",
         _random_partition,
@@ -297,7 +292,7 @@ register_here(
         averaged=True,
     )
 )
-register_here(
+register_router(
     RouterSpec(
         "top_k",
         _top_k_router,

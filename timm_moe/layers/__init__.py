@@ -4,9 +4,8 @@ from .dispatch import Routing
 from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
-from .records import RecordingRouter, RouterRecord, begin_forward
-from .registry import WeakRegistry
 from .router import Router, routing_to
+from .router_records import RecordingRouter, RouterRecord, begin_forward
 from .routers import (
     EnsembleRouter,
     ImageRouter,
@@ -35,7 +34,6 @@ __all__ = [
     "Tile",
     "TilingRouter",
     "TopKRouter",
-    "WeakRegistry",
     "begin_forward",
     "ensemble_log_probabilities",
     "routing_to",

@@ -1,7 +1,7 @@
 """The expert layers, which replace the feed-forward network of a transformer block."""
 
 import copy
-from collections.abc import Callable, Iterable
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +11,9 @@ from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .functional import in_plain_operators
-from .records import RecordingRouter
+from .living import register
 from .router import Router
+from .router_records import RecordingRouter
 from .routers import RandomPartition
 
 
@@ -28,16 +29,14 @@ class MoeMlp(Experts):
 
     Attributes:
         path: name of the layer in its model, for messages.
-        replaced: the parameters of the dense network that it replaced, as far as they are still alive.
+        replaced: weak references to the parameters of the dense network that it replaced; empty in copies.
         deploys_dense: whether the deployed layer is one dense network.
         fused: whether learned weights make one network of the experts, so that there is no routing.
     """
 
     deploys_dense: ClassVar[bool] = False
     fused: ClassVar[bool] = False
-    #: Called with every new layer of this process, also with copied and unpickled ones.
-    observers: ClassVar[list[Callable[["MoeMlp"], Any]]] = []
-    replaced: Iterable[nn.Parameter] = ()
+    replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
 
     def __init__(
         self,
@@ -51,15 +50,14 @@ class MoeMlp(Experts):
         super().__init__(ffn, num_experts, expert_init, expert_dropout)
         self.router = router
         self.path = ""
-        self._announce()
+        register(self)
 
-    def __setstate__(self, state):  # a deep copy or an unpickled layer
+    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
+        return {**self.__dict__, "replaced": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a deep copy or an unpickled layer
         super().__setstate__(state)
-        self._announce()
-
-    def _announce(self) -> None:
-        for observe in self.observers:
-            observe(self)
+        register(self)
 
     @property
     def routed_by(self) -> Router:

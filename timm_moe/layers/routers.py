@@ -16,8 +16,8 @@ from .checks import check_choice, check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
-from .records import RecordingRouter
 from .router import Router
+from .router_records import RecordingRouter
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
 #: Factors of the chosen experts: their gates, all one, or their gates divided by the sum of these.

@@ -3,7 +3,7 @@
 Each family of timm has a module here that exists in memory only, e.g. ``timm_moe.models.ewa.swin_transformer``. It
 holds the entrypoints, so that timm lists them with the family, and the model classes, each made on first use. An
 entrypoint calls timm's own, which builds ``Moe<Class>`` instead of ``<Class>`` and is otherwise unchanged, see
-:func:`timm_moe.integrations.timm.building_instead`.
+:func:`timm_moe.integrations.timm.build_instead`.
 """
 
 import copy
@@ -18,7 +18,7 @@ from timm.models import DefaultCfg, PretrainedCfg, list_models, model_entrypoint
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ..integrations.timm import add_module, building_instead
+from ..integrations.timm import add_module, build_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, architecture_args, note_dense_form
 from .registration import register
@@ -103,17 +103,12 @@ def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
 
 
-def _class_instead(stock_class: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class with experts; None for a class outside all families, such as a hybrid's backbone."""
-    return expert_class(stock_class) if stock_class.__module__.rpartition(".")[2] in _families else None
-
-
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     dense_args = architecture_args(kwargs)
-    # timm states the variant of another architecture once (in vitamin_xlarge_336).
-    with building_instead(_class_instead, f"{architecture}_ewa_moe") as stated:
-        model = model_entrypoint(architecture)(pretrained=pretrained, **kwargs)
-    if "out_features" in stated:  # some families look it up by the pretrained tag, which an exported model lacks
+    # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
+    name, entrypoint = f"{architecture}_ewa_moe", model_entrypoint(architecture)
+    model, stated = build_instead(entrypoint, expert_class, name, pretrained=pretrained, **kwargs)
+    if "out_features" in stated:  # which some look up by the pretrained tag: an exported model has none
         dense_args["out_features"] = stated["out_features"]
     # Some of timm's entrypoints look up their config before they build.
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": f"{architecture}_ewa_moe"})

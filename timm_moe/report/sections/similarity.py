@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...analysis.data import Inference, batches
 from ...convert.blocks import moe_layers, whole_experts
 from ...layers import MoeMlp, routing_to
-from ...training.epoch_log import spread
+from ...training.epoch_log import relative_distance_to_mean
 from .. import charts
 from ..page import Part, Section
 
@@ -35,7 +35,7 @@ class ExpertSimilarity:
         layer: its name.
         weights_EE: cosine of the weights of two experts.
         outputs_EE: cosine of their outputs, on average over rows.
-        spread: see :func:`timm_moe.training.epoch_log.spread`.
+        spread: see :func:`timm_moe.training.epoch_log.relative_distance_to_mean`.
     """
 
     layer: str
@@ -75,7 +75,12 @@ def expert_similarity(
         weights_ED = torch.cat([stacked.float().flatten(1) for stacked in whole_experts(layer).values()], 1)
         outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
         similarities.append(
-            ExpertSimilarity(path, _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs)), spread(layer))
+            ExpertSimilarity(
+                path,
+                _cosines(weights_ED.unsqueeze(1)),
+                _cosines(torch.stack(outputs)),
+                relative_distance_to_mean(layer),
+            )
         )
     return similarities
 
