@@ -56,8 +56,9 @@ class ImagePartition(RandomPartition):
         of_images = super().forward(x[:, 0])
         rows = x.shape[1]
         row = torch.arange(rows, device=x.device)
-        order, place = ((index.view(-1, 1) * rows + row).flatten() for index in (of_images.order, of_images.place))
-        return Routing(order, of_images.ends * rows, place.unsqueeze(1), None)
+        indices = (of_images.token_indices, of_images.slots)
+        token_indices, slots = ((index.view(-1, 1) * rows + row).flatten() for index in indices)
+        return Routing(token_indices, of_images.offsets * rows, slots.unsqueeze(1), None)
 
 
 def whole_images(model: nn.Module) -> None:

@@ -1,10 +1,15 @@
-"""Models small enough to train in a second, golden data and places, for tests of several rooms."""
+"""Models small enough to train in a second, folders of images, golden data and places, for tests of several rooms."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import timm
 import torch
+from PIL import Image
 from torch import nn
+
+from timm_moe import moe_layers
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
@@ -16,6 +21,40 @@ TINY = dict(
     img_size=16, patch_size=4, embed_dim=16, depth=4, num_heads=2, mlp_ratio=2, num_classes=7, act_layer="gelu_tanh",
     num_experts=4, moe_layers="1,3", group_images=2,
 )  # fmt: skip
+
+
+#: Brightness that a class adds to red, green and blue.
+COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)])
+
+
+def make_model(name="vit_tiny_moe", **options):
+    """A small model in evaluation mode. Its head and routers tell images apart, which fresh ones hardly do."""
+    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
+    if isinstance(model.head, nn.Linear):
+        nn.init.normal_(model.head.weight, std=0.3)
+    for layer in moe_layers(model).values():
+        if hasattr(layer.router, "weight"):
+            nn.init.normal_(layer.router.weight)
+    return model
+
+
+def write_images(folder, images_per_class, classes=("class0", "class1", "class2")):
+    """Write an ImageFolder for each split: noise of 32 x 32 pixels in a colour for each of up to six classes.
+
+    Args:
+        folder: parent of the splits.
+        images_per_class: number of images for each split, ``{"train": 24, "test": 13}``.
+        classes: names of the classes' folders.
+    """
+    random = np.random.default_rng(0)
+    for split, number in images_per_class.items():
+        for name, colour in zip(classes, COLOURS[: len(classes)], strict=True):
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for index in range(number):
+                pixels = random.integers(0, 130, (32, 32, 3)) + colour
+                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{index}.png")
+    return folder
 
 
 class Teacher(nn.Module):
@@ -42,7 +81,7 @@ def cases(arrays, letter):
 
 def dense_combine(routing, num_experts):
     """(T, E) weight with which each expert's output enters each row."""
-    combined = torch.zeros(routing.place.shape[0], num_experts + 1)  # the last is of dropped choices
-    for expert, weight in zip(routing.experts().T, routing.weight.T, strict=True):
+    combined = torch.zeros(routing.slots.shape[0], num_experts + 1)  # the last is of dropped choices
+    for expert, weight in zip(routing.experts().T, routing.gates.T, strict=True):
         combined = combined.scatter_add(1, expert.unsqueeze(1), weight.unsqueeze(1))
     return combined[:, :num_experts]

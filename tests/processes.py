@@ -1,4 +1,7 @@
-"""New processes that need not import torch and timm, which takes seconds: forked from one that did nothing else."""
+"""New processes in no time: forked from one that has imported torch and timm, which takes seconds.
+
+A test that is interrupted, by its time limit for example, kills the processes that it started.
+"""
 
 import atexit
 import inspect
@@ -6,15 +9,17 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch.multiprocessing
 
-#: What the process does from which others are forked: it only imports, so that nothing of a test is in the next one.
+#: The process from which others are forked. It only imports, so that no test sees anything of another.
 _ZYGOTE = """
 import atexit, importlib, json, os, runpy, sys, traceback
 for name in sys.argv[1:]:
@@ -57,7 +62,7 @@ for line in sys.stdin:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # without the interpreter's own end: to free torch and timm takes a second
+        os._exit(status)  # skips the interpreter's own end: to free torch and timm takes a second
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -66,12 +71,32 @@ for line in sys.stdin:
 def _zygote(modules, autoload, settings):
     own = {"TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env = {**os.environ, **own, **dict(settings)}
+    command = [sys.executable, "-c", _ZYGOTE, *modules]
     process = subprocess.Popen(
-        [sys.executable, "-c", _ZYGOTE, *modules], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     atexit.register(process.stdin.close)
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def run_new(command, **options):
+    """Run a command and capture its output; if the test is interrupted, kill all processes that it started."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
+    )
+    try:
+        output, errors = process.communicate()
+    except BaseException:
+        _kill(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _kill(leader):
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
 
 
 def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
@@ -84,24 +109,31 @@ def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
         streams = [(str(file), flag) for file, flag in zip(files, flags, strict=True)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TIMM_MOE_AUTOLOAD": autoload, **dict(settings), **env}
         request = dict(argv=argv, code=code, cwd=str(cwd or Path.cwd()), env=env, streams=streams)
-        zygote.stdin.write(json.dumps(request) + "\n")
-        zygote.stdin.flush()
-        status = int(zygote.stdout.readline())
+        try:
+            zygote.stdin.write(json.dumps(request) + "\n")
+            zygote.stdin.flush()
+            status = int(zygote.stdout.readline())
+        except BaseException:
+            _zygote.cache_clear()  # the next request must not get this one's answer
+            _kill(zygote)
+            raise
         return subprocess.CompletedProcess(argv, status, files[1].read_text(), files[2].read_text())
 
 
 def run_script(path, *arguments, cwd=None, autoload="1", input="", **env):
-    """``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package.
+    """Run ``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package.
 
-    What train.py imports besides, which takes half a second, is there too.
+    It has also imported what else train.py needs, which takes half a second.
     """
     return _run(("timm", "functorch.compile"), autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
 
 
 def run_code(code, *arguments, cwd=None, autoload="1", modules=("timm",), input="", settings=(), **env):
-    """``python -c CODE ARGUMENTS``, likewise.
+    """Run ``python -c CODE ARGUMENTS`` in such a process.
 
-    ``modules`` are what the process has imported, ``settings`` the pairs of its environment that they read by then.
+    Args:
+        modules: modules that the process has imported.
+        settings: names and values of environment variables that these modules read when they are imported.
     """
     return _run(modules, autoload, ["-c", *map(str, arguments)], code, cwd, env, input, settings)
 
@@ -111,9 +143,16 @@ def _rank(rank, file, name, *arguments):
 
 
 def run_ranks(function, arguments, processes):
-    """``function(rank, *arguments)`` in so many processes that may form a group."""
+    """Call ``function(rank, *arguments)`` in so many processes, which may form a group."""
     multiprocessing.set_forkserver_preload(
         ["timm", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
     )
     arguments = (inspect.getfile(function), function.__name__, *arguments)
-    torch.multiprocessing.start_processes(_rank, arguments, processes, start_method="forkserver")
+    ranks = torch.multiprocessing.start_processes(_rank, arguments, processes, join=False, start_method="forkserver")
+    try:
+        while not ranks.join():
+            pass
+    except BaseException:
+        for process in ranks.processes:
+            process.kill()
+        raise

@@ -54,7 +54,7 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9))
 
 
 def test_a_norm_of_the_hidden_units_goes_with_them():
-    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").double().networks()
+    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").double().stacked_weights()
     networks["norm.weight"] = torch.arange(16.0).double().view(2, 8)
     networks["norm.bias"] = -networks["norm.weight"]
     gathered = top_units(networks)
@@ -71,10 +71,10 @@ def test_identities(shape, ffn, seed):
     num_experts, width, hidden = shape
     torch.manual_seed(seed)
     hidden = 2 * hidden if ffn is GluMlp else hidden
-    equal = Experts(ffn(width, hidden), num_experts, "same").double().networks()
+    equal = Experts(ffn(width, hidden), num_experts, "same").double().stacked_weights()
     one = {name: tensor[0] for name, tensor in equal.items()}
     torch.testing.assert_close(average(equal), one)
-    apart = Experts(ffn(width, hidden), num_experts, "independent").double().networks()
+    apart = Experts(ffn(width, hidden), num_experts, "independent").double().stacked_weights()
     total = add(apart)
     for name, tensor in apart.items():
         torch.testing.assert_close(total[name], tensor.sum(0) if tensor.ndim == 3 else tensor.mean(0))
@@ -97,7 +97,7 @@ def test_hidden_units_stay_whole(gather_biases, shape, ffn, seed):
     layer = Experts(ffn(width, 2 * hidden if ffn is GluMlp else hidden), num_experts, "independent").double()
     networks = {
         name: tensor * (tensor.ndim == 3 or (gather_biases and not name.startswith("fc2")))
-        for name, tensor in layer.networks().items()
+        for name, tensor in layer.stacked_weights().items()
     }
     outward = networks["fc2.weight"]
     hidden = outward.shape[2]
@@ -155,7 +155,7 @@ def test_the_switch_baseline_keeps_everything_but_the_experts():
     assert not drawn["fc2.bias"].any()
     again = timm_moe.to_dense(teacher, "random").state_dict()
     assert not torch.equal(again["blocks.0.mlp.fc1.weight"], student["blocks.0.mlp.fc1.weight"])
-    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").to(torch.bfloat16).networks()
+    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").to(torch.bfloat16).stacked_weights()
     drawn = METHODS["random"](networks)
     assert drawn["norm.weight"].unique().tolist() == [1]
     assert not drawn["norm.bias"].any()
@@ -164,7 +164,7 @@ def test_the_switch_baseline_keeps_everything_but_the_experts():
 
 def test_equal_experts_give_their_strongest_units_many_times():
     layer = Experts(Mlp(4, 8), 4, "same")
-    gathered = top_units(layer.networks())["fc1.weight"]
+    gathered = top_units(layer.stacked_weights())["fc1.weight"]
     torch.testing.assert_close(gathered, gathered[:2].repeat(4, 1))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe import info
-from timm_moe.convert import routers
+from timm_moe.convert import registry
 from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
 
 
@@ -62,7 +62,7 @@ SPEC = timm_moe.RouterSpec("modulo", Modulo, {"step": 1, "choices": 1})
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(routers, "_registered", dict(routers._registered))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     return timm_moe.register_router(SPEC)
 
 
@@ -173,11 +173,11 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
     expert_TK = torch.stack([torch.randperm(experts)[:choices] for _ in range(rows)])
     weight_TK = torch.rand(rows, choices)
     routing = routing_to(expert_TK, weight_TK, experts)
-    assert routing.ends[-1] == rows * choices
-    expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.ends, right=True)
-    assert torch.equal(expert_of_place[routing.place], expert_TK)
-    assert torch.equal(routing.order[routing.place], torch.arange(rows)[:, None].expand(rows, choices))
-    assert torch.equal(routing.weight, weight_TK)
+    assert routing.offsets[-1] == rows * choices
+    expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.offsets, right=True)
+    assert torch.equal(expert_of_place[routing.slots], expert_TK)
+    assert torch.equal(routing.token_indices[routing.slots], torch.arange(rows)[:, None].expand(rows, choices))
+    assert torch.equal(routing.gates, weight_TK)
 
 
 def test_what_a_router_does_not_state():

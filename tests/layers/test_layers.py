@@ -111,8 +111,8 @@ def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
     x_plain = x.detach().clone().requires_grad_()
     y = torch.zeros(rows, 8)
     start = 0
-    for expert, end in zip(experts, routing.ends, strict=True):
-        chosen = routing.order[start:end]
+    for expert, end in zip(experts, routing.offsets, strict=True):
+        chosen = routing.token_indices[start:end]
         y = y.index_put((chosen,), expert(x_plain[chosen]))
         start = end
     y.square().sum().backward()
@@ -264,7 +264,7 @@ def test_low_precision():
 def _mean_weight(layer):
     from timm_moe.convert.gather import average
 
-    return average(layer.networks())["fc1.weight"]
+    return average(layer.stacked_weights())["fc1.weight"]
 
 
 def test_traces_for_torchscript():

@@ -47,7 +47,7 @@ def test_dispatch_matches_the_reference(golden):
             dense_combine(routing, num_experts), case.combine_GSE.flatten(0, 1), rtol=0, atol=1e-5
         )
         x_ND = dispatch(case.x.flatten(0, 1), routing)
-        *inputs, unused = x_ND.split(sizes_of_runs(routing.ends, x_ND))
+        *inputs, unused = x_ND.split(sizes_of_runs(routing.offsets, x_ND))
         for e, rows in enumerate(inputs):
             expected = case.expert_inputs[e]
             expected = expected[expected.abs().sum(1) > 0]
@@ -359,12 +359,12 @@ def test_router_computes_in_float32_under_autocast_and_in_low_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = layer.router(x)
         assert layer(x).dtype == torch.bfloat16
-    assert torch.equal(routing.order, expected.order)
-    assert torch.equal(routing.weight, expected.weight)
+    assert torch.equal(routing.token_indices, expected.token_indices)
+    assert torch.equal(routing.gates, expected.gates)
     assert layer.router.records[-1].losses["balance"] == exact.losses["balance"]
     low = copy.deepcopy(layer).bfloat16()
     assert low(x.bfloat16()).dtype == torch.bfloat16
-    assert low.router(x.bfloat16()).weight.dtype == torch.float32
+    assert low.router(x.bfloat16()).gates.dtype == torch.float32
 
 
 def test_copies_and_pickles_carry_no_graph():
@@ -494,24 +494,24 @@ def test_combine_has_the_gradients_of_the_plain_sum(top_k, capacity_factor, dtyp
     torch.manual_seed(0)
     router = TopKRouter(8, 4, top_k, capacity_factor=capacity_factor, capacity_multiple=1).double()
     routing = router(torch.randn(3, 5, 8, dtype=torch.float64))
-    is_kept = routing.place < routing.ends[-1]
-    own = routing.weight.detach().requires_grad_()
-    outputs = torch.randn(len(routing.order), 8, dtype=dtype, requires_grad=True)
+    is_kept = routing.slots < routing.offsets[-1]
+    own = routing.gates.detach().requires_grad_()
+    outputs = torch.randn(len(routing.token_indices), 8, dtype=dtype, requires_grad=True)
 
     def combined(weight, outputs):
-        return combine(outputs, routing._replace(weight=torch.where(is_kept, weight, 0)))
+        return combine(outputs, routing._replace(gates=torch.where(is_kept, weight, 0)))
 
     weight = torch.where(is_kept, own, 0)
     plain = sum(
-        weight[:, choice, None].to(dtype) * outputs[routing.place[:, choice]]
-        for choice in range(routing.place.shape[1])
+        weight[:, choice, None].to(dtype) * outputs[routing.slots[:, choice]]
+        for choice in range(routing.slots.shape[1])
     )
     fast = combined(own, outputs)
     assert fast.dtype == dtype
     if dtype == torch.float64:
         assert torch.equal(fast, plain)
     else:  # added in float32 and rounded once, where the plain sum rounds every term
-        exact = (weight.to(dtype)[..., None].double() * outputs[routing.place].double()).sum(1)
+        exact = (weight.to(dtype)[..., None].double() * outputs[routing.slots].double()).sum(1)
         torch.testing.assert_close(fast.double(), exact, rtol=2**-8, atol=1e-15)
     grad = torch.randn_like(fast)
     for got, expected in zip(

@@ -1,6 +1,8 @@
-"""Who may import whom, and who may change timm."""
+"""The rooms of the package: which room imports which, and which may change timm."""
 
 import ast
+import re
+from functools import cache
 
 import pytest
 from common import ROOT
@@ -10,24 +12,30 @@ import timm_moe_cli
 from timm_moe.convert.gather import METHODS
 
 PACKAGE = ROOT / "timm_moe"
-#: From the ground to the roof, as CONTRIBUTING.md draws them.
+#: The map, from the ground to the roof. A room is a folder or a single module; it imports from floors below its own.
 FLOORS = (
-    "files model_config schedules drawings layers",
-    "convert",
-    "info training",
-    "integrations",
-    "models",
-    "checkpoints",
-    "analysis export rivals papers",
-    "report",
-    "callbacks cli demo",
+    ("layers", "files", "model_config", "schedules", "drawings"),
+    ("convert",),
+    ("training", "info"),
+    ("integrations",),
+    ("models",),
+    ("checkpoints",),
+    ("analysis", "export", "rivals", "papers"),
+    ("report",),
+    ("callbacks", "demo"),
+    ("cli",),
+    ("__init__",),
 )
-#: What the papers only compare with, and their tables: for the front door, which registers models, and the commands.
-BESIDE = ("rivals", "papers")
+#: What the papers only compare with, and their tables: only the front door and the commands know them.
+BESIDE = {"rivals", "papers"}
+FRONT = {"__init__", "cli"}
+#: Imported by every room, so that it belongs to none.
+VERSION = "version"
+#: Libraries whose objects only integrations may change.
 OTHERS = ("timm", "torch", "sys", "transformers", "lightning")
 #: Calls that assign to their first argument, or to all modules.
 INTO = ("setattr", "sys.modules.update", "sys.modules.setdefault")
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "version.py")
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != f"{VERSION}.py")
 
 
 def module_of(file):
@@ -39,28 +47,26 @@ def room_of(module):
 
 
 def floor_of(module):
-    for number, floor in enumerate(FLOORS):
-        if room_of(module) in floor.split():
+    for number, rooms in enumerate(FLOORS):
+        if room_of(module) in rooms:
             return number
-    raise AssertionError(f"{module} stands nowhere")
+    raise AssertionError(f"{module} is in no room of FLOORS")
 
 
-def imports_of(file, lazily=False):
-    """The modules of the package that a module imports as it is imported itself, or also what it imports later."""
+@cache
+def tree_of(file):
+    return ast.parse(file.read_text())
+
+
+def imports_of(file):
+    """The modules of the package that a module imports, in functions too. The package itself is ``__init__``."""
     package = ["timm_moe", *file.relative_to(PACKAGE).parent.parts]
-    tree = ast.parse(file.read_text())
-    later = {id(inner) for node in ast.walk(tree) if is_later(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not node.level or (id(node) in later and not lazily):
-            continue
-        base = ".".join(package[: len(package) - node.level + 1] + ([node.module] if node.module else []))
-        names = [f"{base}.{alias.name}" for alias in node.names]
-        yield from (name if is_module(name) else base for name in names)
-
-
-def is_later(node):
-    checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    return checking or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base
+                yield name.removeprefix("timm_moe").removeprefix(".") or "__init__"
 
 
 def is_module(name):
@@ -68,23 +74,51 @@ def is_module(name):
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_a_module_imports_from_its_room_and_from_floors_below(file):
-    module = module_of(file)
-    if module == "__init__":  # the front door
-        return
-    for imported in imports_of(file):
-        other = imported.removeprefix("timm_moe").lstrip(".")
-        if other not in ("", "version") and room_of(other) != room_of(module):
-            assert floor_of(other) < floor_of(module), f"{module} imports {other}"
+def libraries_of(file):
+    """What a module imports from elsewhere: ``timm.layers.Mlp``, ``ast``, ..."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_nothing_knows_the_rivals_and_the_tables_of_papers(file):
-    room = room_of(module_of(file))
-    if room not in ("__init__", "cli"):
-        others = {room_of(name.removeprefix("timm_moe").lstrip(".")) for name in imports_of(file, lazily=True)}
-        assert others & {*BESIDE} <= {room}
+def test_a_module_imports_from_its_room_and_from_floors_below():
+    upwards = [
+        f"{module_of(file)} imports {imported}"
+        for file in FILES
+        for imported in imports_of(file)
+        if room_of(imported) not in (VERSION, room_of(module_of(file)))
+        and floor_of(imported) >= floor_of(module_of(file))
+    ]
+    assert not upwards, upwards
+
+
+def test_only_the_front_door_and_the_commands_know_rivals_and_papers():
+    known = [
+        f"{module_of(file)} imports {imported}"
+        for file in FILES
+        for imported in imports_of(file)
+        if room_of(imported) in BESIDE and room_of(module_of(file)) not in {room_of(imported), *FRONT}
+    ]
+    assert not known, known
+
+
+def test_layers_are_plain_pytorch():
+    files = [file for file in FILES if room_of(module_of(file)) == "layers"]
+    assert files
+    imported = [f"{module_of(file)} imports {name}" for file in files for name in libraries_of(file)]
+    assert not [line for line in imported if re.search(r" imports (timm|transformers|lightning|peft)\b", line)]
+
+
+def test_imports_of_timm_and_torch_are_public():
+    private = [
+        f"{module_of(file)} imports {name}"
+        for file in FILES
+        for name in libraries_of(file)
+        if re.match(r"(timm|torch)\..*\b_(?!_)", name)
+    ]
+    assert not private, private
 
 
 def changes_of_others(tree):

@@ -1,7 +1,7 @@
-"""The options of timm's train.py with each other: each two of them meet, in each two of their values, in one run.
+"""Pairs of train.py's options: for each two options, each two of their values meet in some run.
 
-In small by timm's public objects, as train.py puts them together; with TIMM_SCRIPTS, see test_train_script.py, by the
-unmodified script itself.
+The runs are small and in this process, with timm's public objects put together as train.py does it. Where TIMM_SCRIPTS
+is set (see test_train_script.py), the unmodified script runs too.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from timm.task import ClassificationTask
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
 from torch import nn
-from train_script import image_folder, needs_scripts, summary, train
+from train_script import needs_scripts, summary, train
 
 from timm_moe import export_dense, moe_layers
 from timm_moe.analysis import data
@@ -44,7 +44,7 @@ OPTIONS = {
 
 
 def pairwise(options):
-    """Few settings in which each two options have met in each two of their values."""
+    """Choose few settings in which all pairs of two options' values occur."""
     values = [(name, value) for name in options for value in options[name]]
     missing = {pair for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
     settings = []
@@ -73,7 +73,7 @@ def test_pairwise_is_what_it_says():
 
 
 def spread(state_dict):
-    """The largest deviation of an expert from the mean of its layer's, of all layers."""
+    """Return the largest deviation of an expert from the mean of its layer, over all layers."""
     return max((w - w.mean(0)).abs().max().item() for name, w in state_dict.items() if ".mlp." in name and w.ndim == 3)
 
 
@@ -84,7 +84,7 @@ FULL = 0.75  # of 4 experts: a last averaging at this rate makes them equal
 
 
 def colored_images():
-    """Noise with a color for each class."""
+    """Make noise in a color for each class."""
     x = torch.randn(BATCH * MICRO_BATCHES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     y = torch.arange(len(x)) % CLASSES
     x[torch.arange(len(x)), y] += 1
@@ -92,7 +92,7 @@ def colored_images():
 
 
 class Training:
-    """train.py's main function in small."""
+    """A small version of train.py's main function."""
 
     def __init__(self, folder, setting, resume=None):
         torch.manual_seed(0)
@@ -172,11 +172,11 @@ class Training:
 
     @torch.no_grad()
     def loss(self):
-        """Of the mean of the experts on the images without augmentation."""
+        """Measure the loss of the experts' mean on the images without augmentation."""
         return nn.functional.cross_entropy(self.model.eval()(self.images), self.labels).item()
 
 
-#: With each optimizer; the other settings are run in CI.
+#: One for each optimizer; `.ci/run` has the others too.
 FIRST = pairwise(OPTIONS)[1::3]
 
 
@@ -221,12 +221,7 @@ LOSSES = {
     "cutmix, bce": ["--cutmix", "0.5", "--bce-loss"],
 }
 MODEL = ["--model", "vit_xtiny_ewa_moe", "--num-classes", CLASSES]
-MODEL += ["--model-kwargs", "depth=4", "embed_dim=48", "num_heads=3", f"share_rate={FULL}"]
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return image_folder(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
+MODEL += ["--model-kwargs", "depth=4", "embed_dim=48", "num_heads=3", "patch_size=8", f"share_rate={FULL}"]
 
 
 def arguments(setting):
@@ -241,8 +236,8 @@ def arguments(setting):
 
 
 def marked(setting):
-    """The default suite has the runs that resume and do not compile, `.ci/run` the others too."""
-    quick = setting["resume"] and not setting["torchcompile"]
+    """Leave all settings but one to `.ci/run`: the default suite has them in this process."""
+    quick = setting["resume"] and setting["model_ema"] and not setting["torchcompile"]
     return pytest.param(setting, marks=() if quick else pytest.mark.ci, id=words(setting))
 
 
@@ -279,7 +274,7 @@ def _check_averaged(path, setting, images):
     assert counted < updates or spread(checkpoint["state_dict"]) < 1e-6
 
 
-#: timm hands ``device_ids`` to DDP, which refuses them on CPUs. All else is the script as it stands.
+#: timm hands ``device_ids`` to DDP, which refuses them on CPUs. Nothing else of the script is changed.
 ON_CPUS = """
 import runpy, sys
 from timm.task import ClassificationTask
@@ -291,11 +286,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @needs_scripts
+@pytest.mark.ci  # tests/training/test_ddp.py has a quick one
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(["--model-ema"], id="ema"),
-        pytest.param(["--amp", "--amp-dtype", "bfloat16", "--grad-accum-steps", 2], id="amp", marks=pytest.mark.ci),
+        pytest.param(["--amp", "--amp-dtype", "bfloat16", "--grad-accum-steps", 2], id="amp"),
     ],
 )
 def test_script_in_two_processes(images, tmp_path, options):

@@ -17,7 +17,7 @@ from typing import Any
 from timm.models import PretrainedCfg, model_entrypoint
 from torch import nn
 
-from ..convert.routers import moe_options
+from ..convert.registry import moe_options
 from ..info import check_registered
 from ..model_config import check_channels, check_preprocessing, shown
 from ..models.mixin import constructor_arguments

@@ -13,7 +13,7 @@ from ..schedules import check_share_rate, get_schedule
 from .blocks import put_experts, select_blocks
 from .check import row_width
 from .find import Modules, find_networks
-from .routers import MakeRouter, RouterSpec, get_spec, split_options
+from .registry import MakeRouter, RouterSpec, get_spec, split_options
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -69,7 +69,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
             told = time.monotonic()
             _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, number)
         layer = layers.pop(path)
-        put_network(model, path, layer, layer.to_ffn(gather(layer.networks())))
+        put_network(model, path, layer, layer.to_ffn(gather(layer.stacked_weights())))
     for module in without_announcements(model).modules():
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:
@@ -90,7 +90,7 @@ def swapped_for_dense(model: nn.Module) -> Iterator[None]:
         for name, child in parent.named_children()
         if isinstance(child, MoeMlp)
     ]
-    dense = {layer: layer.to_ffn(average(layer.networks())) for _, _, layer in places}
+    dense = {layer: layer.to_ffn(average(layer.stacked_weights())) for _, _, layer in places}
     for parent, name, layer in places:
         setattr(parent, name, dense[layer])
     try:
@@ -99,7 +99,7 @@ def swapped_for_dense(model: nn.Module) -> Iterator[None]:
         for parent, name, layer in places:
             setattr(parent, name, layer)
     for layer, ffn in dense.items():
-        layer.begin_as(ffn)
+        layer.reset_from_dense(ffn)
 
 
 def without_announcements(model: ModelT) -> ModelT:

@@ -7,7 +7,7 @@ from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .records import RecordingRouter, RouterRecord, begin_forward
 from .registry import WeakRegistry
 from .router import Router, routing_to
-from .routing import (
+from .routers import (
     EnsembleRouter,
     ImageRouter,
     MultiHeadRouter,

@@ -22,22 +22,22 @@ class Routing(NamedTuple):
     Its shapes tell nothing of the choices, so nobody has to wait for them.
 
     Attributes:
-        order: (N,) the row that stands at each place of the experts' input; first those of expert 0, then of expert 1,
-            ... A row stands there as often as it is kept by an expert. Places after those of the last expert hold any
-            row; experts do not see them, and their outputs there are zero.
-        ends: (E,) where the places of each expert end.
-        place: (T, K) where in ``order`` each choice of a row stands; at or after ``ends[-1]`` for one that was dropped.
-        weight: (T, K) factor of each choice's output, zero for one that was dropped; None for all ones.
+        token_indices: (N,) row of the input in each slot of the experts' input: first the slots of expert 0, then those
+            of expert 1, ... A row appears once for each expert that keeps it. Slots past the last offset are padding;
+            their outputs are zero.
+        offsets: (E,) end of each expert's slots.
+        slots: (T, K) slot of each choice of a row; at or after ``offsets[-1]`` for a dropped choice.
+        gates: (T, K) factor of each choice's output, zero for a dropped choice; None for all ones.
     """
 
-    order: Tensor
-    ends: Tensor
-    place: Tensor
-    weight: Tensor | None
+    token_indices: Tensor
+    offsets: Tensor
+    slots: Tensor
+    gates: Tensor | None
 
     def experts(self) -> Tensor:
-        """(T, K) the expert of each choice, E for one that was dropped."""
-        return (self.place.unsqueeze(-1) >= self.ends).sum(-1)
+        """(T, K) the expert of each choice, E for a dropped one."""
+        return (self.slots.unsqueeze(-1) >= self.offsets).sum(-1)
 
 
 class Queue(NamedTuple):
@@ -184,18 +184,18 @@ def _places(expert_GSK: Tensor, allowed: int) -> int:
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
-    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``."""
-    return _apply(_Dispatch, x_TD, routing.order, routing.place, None)
+    """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
+    return _apply(_Dispatch, x_TD, routing.token_indices, routing.slots, None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept.
 
     Args:
-        y_ND: outputs, in the order of ``routing.order``.
+        y_ND: outputs, in the order of ``routing.token_indices``.
         routing: as the rows were dispatched.
     """
-    return _apply(_Combine, y_ND, routing.order, routing.place, routing.weight)
+    return _apply(_Combine, y_ND, routing.token_indices, routing.slots, routing.gates)
 
 
 def _apply(function: Any, rows: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:

@@ -137,7 +137,7 @@ class Experts(StackedParameters):
         dense = self._ffn.named_parameters()
         return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
 
-    def networks(self) -> dict[str, Tensor]:
+    def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked, without a graph.
 
         Raises:
@@ -213,7 +213,7 @@ class Experts(StackedParameters):
         return ffn
 
     @torch.no_grad()
-    def begin_as(self, ffn: nn.Module) -> None:
+    def reset_from_dense(self, ffn: nn.Module) -> None:
         """Begin anew as a dense network, by the ``init`` that the experts were made with."""
         for name, stacked in self.named_expert_parameters():
             stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))

@@ -12,7 +12,7 @@ from .experts import Experts, dropouts
 from .kept_mean import mean_over_experts
 from .records import RecordingRouter
 from .router import Router
-from .routing import RandomPartition
+from .routers import RandomPartition
 from .scripting import ScriptableMlp, ScriptableMoeMlp, in_plain_operators, replacing
 
 
@@ -94,13 +94,13 @@ class MoeMlp(Experts):
         for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
             state_dict.setdefault(name, value)
 
-    def begin_as(self, ffn: nn.Module) -> None:
+    def reset_from_dense(self, ffn: nn.Module) -> None:
         """As :class:`Experts`; the router begins anew too.
 
         Raises:
             RuntimeError: if it has parameters, but no ``reset_parameters``.
         """
-        super().begin_as(ffn)
+        super().reset_from_dense(ffn)
         reset = getattr(self.router, "reset_parameters", None)
         if callable(reset):
             reset()
@@ -123,13 +123,13 @@ class MoeMlp(Experts):
         if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
             y_TD = self._weigh_all(x_TD, routing)
         else:
-            y_TD = combine(self.run(dispatch(x_TD, routing), routing.ends), routing)
+            y_TD = combine(self.run(dispatch(x_TD, routing), routing.offsets), routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _weigh_all(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Every expert on every row, by operators that every format has; at E times the cost of the network."""
         expert_TK = routing.experts()
-        weight_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.weight is None else routing.weight
+        weight_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.gates is None else routing.gates
         weighted = []
         for number, expert in enumerate(self.each()):
             output = expert(x_TD)
@@ -216,20 +216,21 @@ class SharedExpertMlp(MoeMlp):
                 state_dict.setdefault(f"{prefix}shared.{name}", shared)
 
     @torch.no_grad()
-    def begin_as(self, ffn: nn.Module) -> None:
+    def reset_from_dense(self, ffn: nn.Module) -> None:
         """As :class:`MoeMlp`, and the shared expert by ``shared_init``."""
-        super().begin_as(ffn)
+        super().reset_from_dense(ffn)
         for name, parameter in self.shared.named_parameters():
             parameter.copy_(ffn.get_parameter(name))
         self._begin_shared()
 
-    def networks(self) -> dict[str, Tensor]:
+    def stacked_weights(self) -> dict[str, Tensor]:
         """Those of the routed experts, then the shared one."""
         shared = dict(self.shared.named_parameters())
         self._require_merged(
             [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
         )
-        return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in super().networks().items()}
+        routed = super().stacked_weights()
+        return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in routed.items()}
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """As :class:`MoeMlp`; a routing is that of the routed experts."""
@@ -282,5 +283,5 @@ class EwaMlp(MoeMlp):
         """As :class:`MoeMlp`; the mean of the experts, where it is evaluated, has weights of its own."""
         if self.eval_mode != "average":
             return super().__prepare_scriptable__()
-        mean = {name: mean_over_experts(stacked) for name, stacked in self.networks().items()}
+        mean = {name: mean_over_experts(stacked) for name, stacked in self.stacked_weights().items()}
         return replacing(self, ScriptableMlp(self.to_ffn(mean)))

@@ -9,7 +9,7 @@ from torch import nn
 from ..convert.blocks import expert_parameters, moe_layers
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
-from ..convert.routers import moe_options
+from ..convert.registry import moe_options
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg

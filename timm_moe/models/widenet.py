@@ -9,7 +9,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..convert.routers import moe_options
+from ..convert.registry import moe_options
 from ..layers.checks import check_flag
 from .mixin import MoeMixin
 from .registration import SIZES, register

@@ -7,7 +7,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..convert.routers import RouterSpec, register_here
+from ..convert.registry import RouterSpec, register_here
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
 from ..layers.functional import call, no_autocast
@@ -121,7 +121,7 @@ class FusedMlp(MoeMlp):
         super()._complete_dense(state_dict, prefix)
         self._warn_of_copies()
 
-    def networks(self) -> dict[str, Tensor]:
+    def stacked_weights(self) -> dict[str, Tensor]:
         """Return the fused network as the only one."""
         self._require_merged(self.adapted())
         with torch.no_grad():
@@ -143,7 +143,7 @@ class FusedMlp(MoeMlp):
         return call(self._ffn, self._fused(), x)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        fused = {name: stacked[0] for name, stacked in self.networks().items()}
+        fused = {name: stacked[0] for name, stacked in self.stacked_weights().items()}
         return replacing(self, ScriptableMlp(self.to_ffn(fused)))
 
 

@@ -187,7 +187,7 @@ class TopKRouter(RecordingRouter):
                 self.record(
                     self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
                     load=load,
-                    dropped=load.sum() - routing.ends[-1],
+                    dropped=load.sum() - routing.offsets[-1],
                     finite=logits_GBNE.isfinite().all(),
                 )
         return routing
@@ -286,13 +286,13 @@ class ImageRouter(TopKRouter):
                 f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
             )
         rows = x.shape[1]
-        order, ends, place, weight = super().forward(x[:, 0])
-        offset = torch.arange(rows, device=x.device)
+        routing = super().forward(x[:, 0])
+        row = torch.arange(rows, device=x.device)
         return Routing(
-            order=(order.unsqueeze(1) * rows + offset).flatten(),
-            ends=ends * rows,
-            place=place.repeat_interleave(rows, 0) * rows + offset.repeat(x.shape[0]).unsqueeze(1),
-            weight=None if weight is None else weight.repeat_interleave(rows, 0),
+            token_indices=(routing.token_indices.unsqueeze(1) * rows + row).flatten(),
+            offsets=routing.offsets * rows,
+            slots=routing.slots.repeat_interleave(rows, 0) * rows + row.repeat(x.shape[0]).unsqueeze(1),
+            gates=None if routing.gates is None else routing.gates.repeat_interleave(rows, 0),
         )
 
     def probabilities(self, x: Tensor) -> Tensor | None:
@@ -426,9 +426,9 @@ class PartitionedRouter(EnsembleRouter):
         def choices_of_row(per_member: Tensor) -> Tensor:
             return per_member.view(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
 
-        order, ends, place, weight = super().forward(x.repeat_interleave(members, 0))
-        row = order // (members * rows) * rows + order % rows
-        return Routing(row, ends, choices_of_row(place), None if weight is None else choices_of_row(weight))
+        copies, offsets, slots, gates = super().forward(x.repeat_interleave(members, 0))
+        token_indices = copies // (members * rows) * rows + copies % rows
+        return Routing(token_indices, offsets, choices_of_row(slots), None if gates is None else choices_of_row(gates))
 
 
 class MultiHeadRouter(TopKRouter):
@@ -446,11 +446,11 @@ class MultiHeadRouter(TopKRouter):
         def choice_of_copy(per_row: Tensor) -> Tensor:
             return per_row.view(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
 
-        order, ends, place, weight = super().forward(x[:: self.top_k])
-        place = choice_of_copy(place)
-        copies = torch.arange(place.shape[0], device=x.device)
-        order = torch.zeros_like(order).scatter_(0, place.flatten(), copies)
-        return Routing(order, ends, place, None if weight is None else choice_of_copy(weight))
+        token_indices, offsets, slots, gates = super().forward(x[:: self.top_k])
+        slots = choice_of_copy(slots)
+        copies = torch.arange(slots.shape[0], device=x.device)
+        token_indices = torch.zeros_like(token_indices).scatter_(0, slots.flatten(), copies)
+        return Routing(token_indices, offsets, slots, None if gates is None else choice_of_copy(gates))
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
