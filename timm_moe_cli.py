@@ -83,7 +83,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
-    source = "exported folder, published as it is, or whatever export takes"
+    source = "exported folder, published as it is, or any source that export takes"
     parser.add_argument("source", metavar="DIR_OR_CHECKPOINT", help=source)
     parser.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
     parser.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
@@ -168,8 +168,8 @@ def _routes(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
-    _add_sources(parser, "several stand side by side")
-    parser.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may stand after the options, too")
+    _add_sources(parser, "several are shown side by side")
+    parser.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may come after the options, too")
     _add_data_options(parser)
     _add_ood_options(parser)
     _add_overwrite(parser, "replace the page if it exists")
@@ -221,7 +221,7 @@ def _add_key_values(group: Any, name: str, metavar: str, text: str) -> None:
 
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
-    methods = ("average", "sum", "topk", "topk_biases", "svd", "random")  # as in timm_moe.convert.gather
+    methods = ("average", "sum", "topk", "svd", "random")  # as in timm_moe.convert.gather
     parser.add_argument("--method", choices=methods, help="how the experts become one network (default: average)")
     ratio = "of --method svd: share of the singular values kept (default: 0.75)"
     parser.add_argument("--svd-ratio", type=float, metavar="R", help=ratio)

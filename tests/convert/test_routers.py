@@ -117,10 +117,10 @@ def test_weights_that_cannot_begin_anew_are_told():
         (
             {"router": "modulo", "top_k": 2},
             ValueError,
-            "top_k is an option of router='top_k'; router='modulo'",
+            "top_k is an option of router='top_k', which router='modulo'",
         ),
-        ({"router": "modulo", "eval_mode": "partition"}, ValueError, "eval_mode is an option of router='random'"),
-        ({"router": "top_k", "step": 2}, ValueError, "step is an option of router='modulo'; router='top_k' has none"),
+        ({"router": "modulo", "common_share": 0.5}, ValueError, "common_share is an option of router='fused'"),
+        ({"router": "top_k", "step": 2}, ValueError, "'modulo', which router='top_k' does not have"),
         ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
         ({"router": Holding}, TypeError, "holds a TopKRouter, whose losses nobody would find there"),
         ({"router": Plain(8, 2)}, ValueError, "router is a Plain, but each layer needs one of its own: give the class"),
@@ -183,8 +183,6 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
 def test_what_a_router_does_not_state():
     assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (1, 6, "token")
     assert TopKRouter(8, 6, 2).routing_degree() == 15
-    with pytest.raises(RuntimeError, match="TorchScript has no Router"):
-        Router(3).scriptable_choice()
 
 
 def test_options_of_a_registered_router_may_be_stated_by_files():

@@ -22,9 +22,7 @@ DAMAGED_FOLDERS = {
     "config a list": lambda folder: (folder / "config.json").write_text("[]"),
     "no architecture": lambda folder: edit(folder, lambda config: config.pop("architecture")),
     "architecture a number": lambda folder: edit(folder, lambda config: config.update(architecture=3)),
-    "unknown architecture": lambda folder: edit(
-        folder, lambda config: config.update(architecture="vit_nonsense")
-    ),
+    "unknown architecture": lambda folder: edit(folder, lambda config: config.update(architecture="vit_nonsense")),
     "model_args a string": lambda folder: edit(folder, lambda config: config.update(model_args="x")),
     "hostile model_args": lambda folder: edit(folder, lambda config: config["model_args"].update(num_heads=7)),
 }
@@ -148,7 +146,7 @@ def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
     torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
     for kwargs, message in [
         ({"num_experts": 8}, "has 4 experts in blocks.1.mlp.fc1.weight, the model has 8"),
-        ({"moe_layers": "1"}, r"has 4 experts in blocks.3.mlp.fc1.weight, where the model has none: .* moe_layers"),
+        ({"moe_layers": "1"}, r"has 4 experts in blocks.3.mlp.fc1.weight, where the model is dense: .* moe_layers"),
         ({"moe_layers": "1,2,3"}, "has experts, but none in blocks.2.mlp.fc1.weight, where the model has some"),
     ]:
         with pytest.raises(ValueError, match=message):

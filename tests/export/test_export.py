@@ -142,12 +142,6 @@ def test_dynamic_image_size_keeps_the_size_of_the_config(tmp_path):
     assert config["pretrained_cfg"]["input_size"] == [3, 64, 64]
 
 
-def test_eval_mode_partition_is_for_analysis_and_exports_the_mean(tmp_path):
-    model = timm.create_model("vit_tiny_ewa_moe", eval_mode="partition", **SMALL_VIT)
-    assert timm_moe.export_dense(model, tmp_path / "vit").largest_difference == 0
-    assert model.blocks[1].mlp.eval_mode == "partition"
-
-
 def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):
     (tmp_path / "vit").mkdir()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")  # an empty one is used

@@ -19,7 +19,7 @@ from timm_moe_cli import main
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("vit_tiny_ewa_moe", {"eval_mode": "partition", "drop_path_rate": 0.1}),
+        ("vit_tiny_ewa_moe", {"drop_path_rate": 0.1}),
         ("vimoe_s14_shared", {"shared_init": "zero_out"}),
         ("widenet_b", {"routing_groups": 2, "num_experts": 3}),
         ("vmoe_pbe_s32", {"num_experts": 4, "ensemble": "tiling"}),

@@ -206,12 +206,6 @@ def test_an_empty_batch_in_training_has_zero_losses_and_gradients(kind):
     assert layer.eval()(x).shape == (0, 5, 8)
 
 
-def test_eval_mode_partition_evaluates_the_experts():
-    layer = moe(eval_mode="partition").eval()
-    x = torch.randn(40, 5)
-    assert not torch.equal(layer(x), layer(x))
-
-
 def test_independent_init_keeps_the_first_expert_and_the_scale():
     dense = Mlp(64, 256)
     nn.init.trunc_normal_(dense.fc1.weight, std=0.02)
@@ -274,6 +268,12 @@ def test_traces_for_torchscript():
     assert torch.equal(traced(x), layer(x))
 
 
+def test_torch_jit_script_is_refused():
+    for layer in (moe(8, 16), nn.Sequential(moe(8, 16).eval())):
+        with pytest.raises(RuntimeError, match="TorchScript of expert layers is not supported: trace the model"):
+            torch.jit.script(layer)
+
+
 def test_threads_and_plain_tensors_as_weights():
     """What nn.DataParallel and torch.func do to a module."""
     layer = moe(8, 16).eval()
@@ -305,7 +305,6 @@ def test_compiles_as_one_graph(training):
     [
         ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
         ({"expert_init": "zeros"}, "expert_init must be one of same, independent, got 'zeros'"),
-        ({"eval_mode": "best"}, "eval_mode must be one of average, partition, got 'best'"),
     ],
 )
 def test_bad_options(options, message):

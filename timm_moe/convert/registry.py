@@ -34,7 +34,7 @@ from .blocks import moe_layers
 #: Maps the width D of the rows and the number of experts E to a router.
 MakeRouter = Callable[[int, int], nn.Module]
 
-#: Models whose blocks see the class token as the first token of an image (XCiT's and CaiT's see it in the last blocks).
+#: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their last blocks).
 CLASS_TOKEN_FIRST: tuple[type, ...] = (
     *(VisionTransformer, VisionTransformerRelPos, NaFlexVit),
     *(Beit, Eva, PoolingVisionTransformer, MultiScaleVit),
@@ -50,7 +50,7 @@ def routed_layer(
     shared_init: str,
     **options: Any,
 ) -> MoeMlp:
-    """The expert layer of most routers, with a shared expert or without; arguments as ``convert_to_moe``'s."""
+    """Build the expert layer of most routers, with or without a shared expert (see ``convert_to_moe``)."""
     check_flag("shared_expert", shared_expert)
     if shared_init != "pretrained" and not shared_expert:
         raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
@@ -63,28 +63,23 @@ def _ewa_layer(ffn: nn.Module, router: nn.Module, num_experts: int, **options: A
     return EwaMlp(ffn, num_experts, **options)  # its partition is its own
 
 
-def _accept(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Any model will do."""
-
-
 @dataclass(frozen=True)
 class RouterSpec:
-    """A way to route, as ``convert_to_moe`` takes it. What a router does with rows, the router itself states.
+    """A way to route, for ``convert_to_moe(router=...)``.
 
     Attributes:
-        name: under which it is registered.
+        name: name under which it is registered.
         factory: ``(dim, num_experts, **options)`` -> a module that maps x of shape (..., dim) to a
-            :class:`timm_moe.layers.Routing` of its rows. It may be a subclass of :class:`timm_moe.layers.Router`, which
-            says what else the package may ask; any other module is taken to have that class's answers.
-        options: of the factory, by name with their defaults: keywords of ``convert_to_moe`` and of train.py's
+            :class:`timm_moe.layers.Routing` of its rows. It may be a subclass of :class:`timm_moe.layers.Router` to
+            override that class's answers; any other module is taken to give them.
+        options: options of the factory with their defaults: keywords of ``convert_to_moe`` and of train.py's
             ``--model-kwargs``.
-        last_factory: of the last expert layer, where it is another.
+        last_factory: the factory for the last expert layer, if it is another.
         layer: ``(ffn, router, num_experts, **options)`` -> the expert layer.
-        layer_options: of the layer, by name with their defaults.
-        share_rate: of averaging, where none is stated.
-        share_schedule: likewise.
-        averaged: whether experts are averaged although neither rate nor schedule is stated.
-        check: raises ValueError if a model, or the options together, do not go with this router.
+        layer_options: options of the layer with their defaults.
+        share_schedule: default schedule of the share rate.
+        averaged: average experts even if neither rate nor schedule is stated.
+        check: raises ValueError if the model, or the options together, do not suit this router.
     """
 
     name: str
@@ -95,25 +90,28 @@ class RouterSpec:
     layer_options: Mapping[str, Any] = field(
         default_factory=lambda: {"shared_expert": False, "shared_init": "pretrained"}
     )
-    share_rate: float = 0.3
     share_schedule: str = "early"
     averaged: bool = False
-    check: Callable[[nn.Module, Mapping[str, Any]], None] = _accept
+    check: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
 
     def defaults(self) -> dict[str, Any]:
-        """All its options, those of the layer too."""
+        """Return all options with their defaults, the layer's too."""
         return {**self.options, **self.layer_options}
 
 
+#: Options of ``convert_to_moe`` for every router.
+COMMON_OPTIONS = (
+    *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
+)
 _registered: dict[str, RouterSpec] = {}
-#: Names of those that come with the package.
+#: Names of the routers that come with the package.
 _HERE: list[str] = []
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
-    """Let ``convert_to_moe``, and so every ``*_ewa_moe``, take ``router=spec.name``.
+    """Make ``router=spec.name`` an option of ``convert_to_moe``, and so of every ``*_ewa_moe``.
 
-    (The names of routed models, as ``vmoe_b16``, state options of ``top_k`` that no other router has.)
+    Routed models such as ``vmoe_b16`` set options of ``top_k`` that no other router has.
 
     Raises:
         ValueError: if the name is taken, or an option has the name of one of ``convert_to_moe``'s own.
@@ -133,15 +131,15 @@ def register_router(spec: RouterSpec) -> RouterSpec:
 
 
 def register_here(spec: RouterSpec) -> None:
-    """As :func:`register_router`, for those that come with the package: their options are refused wherever they err."""
+    """Register a router of this package, whose options get a clear error when another router is chosen."""
     _HERE.append(register_router(spec).name)
 
 
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
-    """Options of ``convert_to_moe``, for one router or for all.
+    """List the options of ``convert_to_moe``, for one router or for all.
 
-    Those of the routers here are among them in any case, so that they are refused in a sentence where they do not
-    belong; those of other packages' routers may be arguments of a model too, so only the chosen one's are.
+    The list always has the options of this package's routers, so that a wrong one ends in a clear error. Options of
+    other routers may also be arguments of a model, so the list has them only for the chosen router.
     """
     others = [] if router is None else [get_spec(router)]
     specs = [*(_registered[name] for name in _HERE), *(others or _registered.values())]
@@ -149,7 +147,7 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
 
 
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
-    """The spec of a registered name, or of what is given instead of one; ValueError if there is none."""
+    """Return the spec of a registered name, or make one for a callable; ValueError if there is none."""
     if isinstance(router, RouterSpec):
         return router
     if isinstance(router, str) and router in _registered:
@@ -165,11 +163,11 @@ def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
 
 
 def split_options(spec: RouterSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of the router and of the layer, completed by their defaults.
+    """Divide options between the router and its layer, and add the defaults.
 
     Raises:
-        ValueError: if one is an option of another router, unless it has the default that it has there.
-        TypeError: if no router has it.
+        ValueError: if another router has the option, unless its value is the default there.
+        TypeError: if no router has the option.
     """
     for name, value in given.items():
         if name in spec.defaults():
@@ -180,19 +178,19 @@ def split_options(spec: RouterSpec, given: Mapping[str, Any]) -> tuple[dict[str,
         default = owner.defaults()[name]
         if (_none(value) if default is None else value) != default:
             raise ValueError(
-                f"{name} is an option of router={owner.name!r}; router={spec.name!r} has none. If it comes with the "
-                "registered name, begin from that of an *_ewa_moe model."
+                f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does not have. If the "
+                "registered model sets it, take an *_ewa_moe model instead."
             )
     own = {name: given.get(name, default) for name, default in spec.options.items()}
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
 
 
 def _none(value: Any) -> Any:
-    """``"none"`` is None, which timm's ``create_model`` would drop."""
+    """Read ``"none"`` as None, which timm's ``create_model`` would drop."""
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
-# --- those that come with the package
+# --- the routers of this package
 
 
 def _random_partition(dim: int, num_experts: int) -> nn.Module:
@@ -200,7 +198,7 @@ def _random_partition(dim: int, num_experts: int) -> nn.Module:
 
 
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
-#: Routers of pBE and its ablations; multi-head routing is in the last layer only.
+#: Routers of pBE and its ablations; only the last layer has multi-head routing.
 ENSEMBLES = {
     "pbe": EnsembleRouter,
     "tiling": TilingRouter,
@@ -239,18 +237,26 @@ def _loss_weights(aux_loss: str, aux_loss_weight: float) -> dict[str, float]:
 
 
 def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
-    unit = options["routing_unit"]
+    """Check what no router can: names that choose its class, and whether the model suits it."""
+    unit, ensemble, size = options["routing_unit"], options["ensemble"], options["ensemble_size"]
     if unit not in ROUTING_UNITS:
         raise ValueError(f"routing_unit must be one of {', '.join(ROUTING_UNITS)}, got {unit!r}.")
+    if ensemble not in ENSEMBLES:
+        raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
+    check_integer("ensemble_size", size, 1)
     if unit == "image":
         _check_class_token(model)
-    _check_ensemble(model, options["ensemble"], options["ensemble_size"], options["top_k"], unit)
+    if size == 1 and ensemble != "pbe":
+        raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
+    if size > 1:
+        _check_ensemble(model, ensemble, size, options["top_k"], unit)
 
 
 def _check_class_token(model: nn.Module) -> None:
     if getattr(model, "cls_token", None) is None:
         raise ValueError(
-            f"routing_unit='image' lets the class token of an image choose, but this {type(model).__name__} has none."
+            "routing_unit='image' lets the class token of an image choose, but this "
+            f"{type(model).__name__} has no class token."
         )
     if not isinstance(model, CLASS_TOKEN_FIRST):
         known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
@@ -261,13 +267,6 @@ def _check_class_token(model: nn.Module) -> None:
 
 
 def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: int, routing_unit: str) -> None:
-    if ensemble not in ENSEMBLES:
-        raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
-    check_integer("ensemble_size", ensemble_size, 1)
-    if ensemble_size == 1:
-        if ensemble != "pbe":
-            raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
-        return
     if ensemble == "multi_head" and ensemble_size != top_k:
         raise ValueError(
             f"ensemble='multi_head' has a member for each choice of a token: set top_k={ensemble_size} as "
@@ -288,17 +287,12 @@ def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: 
         raise ValueError(f"This {type(model).__name__} has the expert layers of its ensemble already.")
 
 
-#: Options of ``convert_to_moe`` whatever the router is.
-COMMON_OPTIONS = (
-    *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
-)
-
 register_here(
     RouterSpec(
         "random",
         _random_partition,
         layer=_ewa_layer,
-        layer_options={"eval_mode": "average"},
+        layer_options={},
         share_schedule="linear",
         averaged=True,
     )

@@ -1,4 +1,4 @@
-"""Where weights came from, as far as it is known; kept in the config.json beside them."""
+"""The origin and training of weights, as far as they are known; recorded in the config.json beside them."""
 
 import csv
 import json
@@ -95,7 +95,7 @@ class Experts(_Record):
             experts=layers[0].num_experts,
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
             averaged=any(isinstance(layer, EwaMlp) or bool(sharing(layer)[0]) for layer in layers),
-            mean=all(layer.deploys_dense and getattr(layer, "eval_mode", "average") == "average" for layer in layers),
+            mean=all(layer.deploys_dense for layer in layers),
             parameters=parameters(model),
             fused=all(layer.fused for layer in layers),
         )
@@ -103,7 +103,7 @@ class Experts(_Record):
 
 @dataclass(frozen=True)
 class History(_Record):
-    """Where weights came from, in words that may be published: no paths.
+    """Origin and training of weights, in words that may be published: no paths.
 
     Attributes:
         file: name of the checkpoint or folder, or ``hf-hub:`` name; None for a model in memory.

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.source import first_problem
-from ..convert.blocks import moe_layers
-from ..layers import EwaMlp
 from ..model_config import model_input_size
 from .formats import equal_with_nan, is_of_timm, is_of_transformers
 
@@ -97,13 +95,10 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
 
 @torch.inference_mode()
 def outputs(model: nn.Module, inputs: Any) -> Any:
-    """Put a model in eval mode, with averaged experts, and run it in the type and on the device of its inputs."""
+    """Put a model in eval mode and run it in the type and on the device of its inputs."""
     first = _tensors(inputs)[0]
     if any((tensor.device, tensor.dtype) != (first.device, first.dtype) for tensor in model.parameters()):
         model = _moved(copy.deepcopy(model), inputs)  # the weights may be the caller's
-    for layer in moe_layers(model).values():
-        if isinstance(layer, EwaMlp):
-            layer.eval_mode = "average"
     model.eval()
     with torch.random.fork_rng([first.device] if first.is_cuda else []):
         torch.manual_seed(0)  # some routers draw noise in eval mode too, and some models a mask

@@ -15,19 +15,19 @@ __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints
 
 
 class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
-    """A V-MoE that holds M members, which part at the first expert block (pBE, section 4).
+    """A V-MoE with M members, which part at the first expert block (pBE, section 4).
 
-    Outputs are those of :class:`MembersMixin`.
+    Outputs: see :class:`MembersMixin`.
 
     Args:
-        args: as :class:`MoeVisionTransformer`.
+        args: arguments of :class:`MoeVisionTransformer`.
         ensemble_size: M.
-        ensemble: how the members differ, see :func:`timm_moe.convert_to_moe`; in ``"multi_head"`` they part at the last
-            expert block.
-        kwargs: as :class:`MoeVisionTransformer`.
+        ensemble: kind of ensemble, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the members part at the
+            last expert block.
+        kwargs: arguments of :class:`MoeVisionTransformer`.
 
     Raises:
-        ValueError: on ``ensemble="partitioning"``, which repeats no images, and as :class:`MoeVisionTransformer`.
+        ValueError: for ``ensemble="partitioning"``, which repeats no images, and as :class:`MoeVisionTransformer`.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):

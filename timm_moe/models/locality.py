@@ -5,7 +5,7 @@ Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); 
 Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention, PatchEmbed
@@ -33,9 +33,8 @@ class ShiftedPatches(nn.Module):
         dim: D, width of the tokens.
         patch_size: side of a square patch.
         norm_layer: class of the norm; LayerNorm by default.
-        bias: of the projection.
-        device: of the parameters.
-        dtype: of the parameters.
+        bias: add a bias in the projection.
+        like: ``device`` and ``dtype`` of the parameters.
 
     Raises:
         ValueError: if the patch size is no positive integer.
@@ -48,16 +47,15 @@ class ShiftedPatches(nn.Module):
         patch_size: int,
         norm_layer: type[nn.Module] | None = None,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        **like: Any,
     ):
         check_integer("The patch_size of shifted patches", patch_size, 1)
         super().__init__()
         self.in_channels = in_channels
         self.patch_size = patch_size
         width = 5 * in_channels * patch_size**2
-        self.norm = (norm_layer or nn.LayerNorm)(width, device=device, dtype=dtype)
-        self.linear = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
+        self.norm = (norm_layer or nn.LayerNorm)(width, **like)
+        self.linear = nn.Linear(width, dim, bias=bias, **like)
 
     @property
     def weight(self) -> Tensor:
@@ -78,23 +76,49 @@ def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
     return torch.cat([x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1)
 
 
-class ShiftedPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed with shifted patches in place of its convolution.
+class FixedPatchEmbed(PatchEmbed):
+    """timm's PatchEmbed with another module instead of its convolution; its patch size cannot change.
 
     Args:
-        img_size: as PatchEmbed.
+        proj: maps images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size).
+        args: arguments of PatchEmbed.
+        kwargs: arguments of PatchEmbed.
+
+    Attributes:
+        patches: name of the patches, for messages.
+    """
+
+    patches: ClassVar[str]
+
+    def __init__(self, proj: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "device": "meta"})
+        self.proj = proj  # type: ignore[assignment]
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        if patch_size not in (None, self.patch_size, self.patch_size[0]):
+            raise ValueError(f"The size of {self.patches} is fixed at {self.patch_size[0]}, got {patch_size!r}.")
+        super().set_input_size(img_size)
+
+
+class ShiftedPatchEmbed(FixedPatchEmbed):
+    """timm's PatchEmbed with shifted patches instead of its convolution.
+
+    Args:
+        img_size: size of the images.
         patch_size: side of a square patch.
         in_chans: channels of the images.
         embed_dim: width of the tokens.
-        norm_layer: of the flattened patches, see :class:`ShiftedPatches`; there is none behind the projection.
-        bias: of the projection.
-        device: of the parameters.
-        dtype: of the parameters.
-        kwargs: as PatchEmbed.
+        norm_layer: norm of the flattened patches, see :class:`ShiftedPatches`; none follows the projection.
+        bias: add a bias in the projection.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        kwargs: further arguments of PatchEmbed.
 
     Raises:
-        ValueError: as :class:`ShiftedPatches`, and if the patch size is to change later.
+        ValueError: if the patch size is no positive integer, or is to change later.
     """
+
+    patches = "shifted patches"
 
     def __init__(
         self,
@@ -108,15 +132,9 @@ class ShiftedPatchEmbed(PatchEmbed):
         dtype: Any = None,
         **kwargs: Any,
     ):
-        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, device, dtype)
-        super().__init__(img_size, patch_size, in_chans, embed_dim, device="meta", **kwargs)
-        self.proj = proj  # type: ignore[assignment]
+        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, device=device, dtype=dtype)
+        super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
         self.in_channels = in_chans
-
-    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        if patch_size not in (None, self.patch_size, self.patch_size[0]):
-            raise ValueError(f"The size of shifted patches is fixed at {self.patch_size[0]}, got {patch_size!r}.")
-        super().set_input_size(img_size)
 
 
 class ShiftedPatchMerging(nn.Module):
@@ -125,7 +143,7 @@ class ShiftedPatchMerging(nn.Module):
     Args:
         dim: D.
         out_dim: D'.
-        kwargs: as :class:`ShiftedPatches`.
+        kwargs: further arguments of :class:`ShiftedPatches`.
     """
 
     def __init__(self, dim: int, out_dim: int, **kwargs: Any):
@@ -142,14 +160,13 @@ class ShiftedPooling(nn.Module):
     Args:
         dim: D.
         out_dim: D'.
-        device: of the parameters.
-        dtype: of the parameters.
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
-    def __init__(self, dim: int, out_dim: int, device: Any = None, dtype: Any = None):
+    def __init__(self, dim: int, out_dim: int, **like: Any):
         super().__init__()
-        self.patches = ShiftedPatches(dim, out_dim, 2, device=device, dtype=dtype)
-        self.fc = nn.Linear(dim, out_dim, device=device, dtype=dtype)
+        self.patches = ShiftedPatches(dim, out_dim, 2, **like)
+        self.fc = nn.Linear(dim, out_dim, **like)
 
     def forward(self, x_BDHW: Tensor, cls_token_BND: Tensor) -> tuple[Tensor, Tensor]:
         return self.patches(x_BDHW), self.fc(cls_token_BND)

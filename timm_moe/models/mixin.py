@@ -61,7 +61,7 @@ class MoeMixin:
             loaded = state_dict.get(name)
             if loaded is not None and loaded.ndim == parameter.ndim + 1 and loaded.shape[1:] == parameter.shape:
                 raise ValueError(
-                    f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model has none: create the "
+                    f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model is dense: create the "
                     "model with the moe_layers of the checkpoint."
                 )
         experts = {prefix + name: stacked for name, stacked in expert_parameters(self).items()}
@@ -74,7 +74,7 @@ class MoeMixin:
             )
         if dense and any(layer.router.state_dict() for layer in moe_layers(self).values()):
             _logger.info(
-                "The weights are those of a dense model: the experts are copies of its networks, the routers untrained."
+                "The weights belong to a dense model: the experts are copies of its networks, the routers untrained."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 

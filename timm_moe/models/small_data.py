@@ -39,10 +39,10 @@ class LocalVisionTransformer(PreLogitsVisionTransformer):
     """A ViT for small data sets.
 
     Args:
-        args: as :class:`PreLogitsVisionTransformer`.
-        shifted_patches: tokens are made by :class:`ShiftedPatchEmbed` (SPT).
-        locality_attention: attention is :class:`LocalityAttention` (LSA).
-        kwargs: as :class:`PreLogitsVisionTransformer`.
+        args: arguments of :class:`PreLogitsVisionTransformer`.
+        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` (SPT).
+        locality_attention: use :class:`LocalityAttention` (LSA).
+        kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
     """A PiT for small data sets.
 
     Args:
-        args: as timm's PoolingVisionTransformer.
-        shifted_patches: tokens are made by :class:`ShiftedPatchEmbed` and pooled by :class:`ShiftedPooling` (SPT).
-        locality_attention: attention is :class:`LocalityAttention` (LSA).
-        kwargs: as timm's PoolingVisionTransformer.
+        args: arguments of timm's PoolingVisionTransformer.
+        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and pool by :class:`ShiftedPooling` (SPT).
+        locality_attention: use :class:`LocalityAttention` (LSA).
+        kwargs: arguments of timm's PoolingVisionTransformer.
 
     Raises:
-        ValueError: if shifted patches were to overlap.
+        ValueError: if shifted patches would overlap.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class LocalSwinTransformer(SwinTransformer):
     """A Swin Transformer for small data sets.
 
     Args:
-        args: as timm's SwinTransformer.
-        shifted_patches: tokens are made by :class:`ShiftedPatchEmbed` and merged by :class:`ShiftedPatchMerging` (SPT).
-        locality_attention: attention is :class:`LocalityWindowAttention` (LSA).
-        kwargs: as timm's SwinTransformer.
+        args: arguments of timm's SwinTransformer.
+        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and merge by :class:`ShiftedPatchMerging` (SPT).
+        locality_attention: use :class:`LocalityWindowAttention` (LSA).
+        kwargs: arguments of timm's SwinTransformer.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class LocalSwinTransformer(SwinTransformer):
         if locality_attention:
             for block in _blocks(self.layers):
                 old = block.attn
-                window: dict[str, Any] = dict(
-                    head_dim=old.proj.in_features // old.num_heads, window_size=old.window_size
+                head_dim = old.proj.in_features // old.num_heads
+                block.attn = LocalityWindowAttention(
+                    old.dim, head_dim=head_dim, window_size=old.window_size, **_attention_args(old)
                 )
-                block.attn = LocalityWindowAttention(old.dim, **window, **_attention_args(old))
         if shifted_patches or locality_attention:
-            self.init_weights(needs_reset=False)  # the new layers as the others
+            self.init_weights(needs_reset=False)  # for the new layers too
 
 
 def _blocks(stages: Any) -> list[Any]:

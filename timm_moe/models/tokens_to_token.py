@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import Attention, Mlp, PatchEmbed
+from timm.layers import Attention, Mlp
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, unfold
 
 from ..layers.checks import check_integer
-from .locality import LocalityAttention, check_flags, diagonal, shifted
+from .locality import FixedPatchEmbed, LocalityAttention, check_flags, diagonal, shifted
 from .vision_transformer import PreLogitsVisionTransformer
 
 #: Side, stride and padding of the windows that become tokens.
@@ -28,17 +28,16 @@ class TokenAttention(nn.Module):
     Args:
         dim: D, width of the input tokens; queries are scaled by 1 / sqrt(D).
         out_dim: width of the output tokens.
-        locality: no token attends to itself, at a learned temperature (LSA).
-        device: of the parameters.
-        dtype: of the parameters.
+        locality: no token attends to itself, and the temperature is learned (LSA).
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
-    def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
+    def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
         super().__init__()
-        self.qkv = nn.Linear(dim, 3 * out_dim, bias=False, device=device, dtype=dtype)
-        self.proj = nn.Linear(out_dim, out_dim, device=device, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * out_dim, bias=False, **like)
+        self.proj = nn.Linear(out_dim, out_dim, **like)
         scale = dim**-0.5
-        self.scale = nn.Parameter(torch.full((1, 1, 1), scale, device=device, dtype=dtype)) if locality else scale
+        self.scale = nn.Parameter(torch.full((1, 1, 1), scale, **like)) if locality else scale
 
     def forward(self, x_BND: Tensor) -> Tensor:
         queries, keys, values = self.qkv(x_BND).chunk(3, -1)
@@ -53,9 +52,8 @@ class TokenTransformer(nn.Module):
     It takes the arguments of :class:`TokenAttention`.
     """
 
-    def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
+    def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
         super().__init__()
-        like = {"device": device, "dtype": dtype}
         self.norm1 = nn.LayerNorm(dim, **like)
         self.attn = TokenAttention(dim, out_dim, locality, **like)
         self.norm2 = nn.LayerNorm(out_dim, **like)
@@ -76,8 +74,7 @@ class TokensToToken(nn.Module):
         token_dim: width of the tokens between splits.
         shifted_patches: stack the image with four shifted copies (SPT).
         locality_attention: see :class:`TokenAttention`.
-        device: of the parameters.
-        dtype: of the parameters.
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
     def __init__(
@@ -88,11 +85,9 @@ class TokensToToken(nn.Module):
         token_dim: int = 64,
         shifted_patches: bool = False,
         locality_attention: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **like: Any,
     ):
         super().__init__()
-        like = {"device": device, "dtype": dtype}
         self.shifted_patches = shifted_patches
         widths = [in_channels * (5 if shifted_patches else 1), *[token_dim] * (splits - 1)]
         self.transformers = nn.ModuleList(
@@ -119,24 +114,26 @@ def _as_grid(x_BND: Tensor, before_BCHW: Tensor) -> Tensor:
     return x_BND.transpose(1, 2).unflatten(2, (height, width))
 
 
-class TokensToTokenEmbed(PatchEmbed):
-    """timm's PatchEmbed with :class:`TokensToToken` in place of its convolution.
+class TokensToTokenEmbed(FixedPatchEmbed):
+    """timm's PatchEmbed with :class:`TokensToToken` instead of its convolution.
 
     Args:
-        img_size: as PatchEmbed.
+        img_size: size of the images.
         patch_size: side of the area that becomes one token, a power of 2.
         in_chans: channels of the images.
         embed_dim: width of the tokens.
         shifted_patches: see :class:`TokensToToken`.
         locality_attention: see :class:`TokensToToken`.
         bias: not used.
-        device: of the parameters.
-        dtype: of the parameters.
-        kwargs: as PatchEmbed.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        kwargs: further arguments of PatchEmbed.
 
     Raises:
         ValueError: if the patch size is no power of 2, or is to change later.
     """
+
+    patches = "T2T's patches"
 
     def __init__(
         self,
@@ -154,51 +151,46 @@ class TokensToTokenEmbed(PatchEmbed):
         check_integer("The patch_size of T2T", patch_size, 2)
         if patch_size & (patch_size - 1):
             raise ValueError(f"The patch_size of T2T must be a power of 2, got {patch_size}.")
-        flags: dict[str, Any] = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        options: dict[str, Any] = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
         splits = patch_size.bit_length() - 1
-        proj = TokensToToken(in_chans, embed_dim, splits, **flags, device=device, dtype=dtype)
-        super().__init__(img_size, patch_size, in_chans, embed_dim, device="meta", **kwargs)
-        self.proj = proj  # type: ignore[assignment]
-
-    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        if patch_size not in (None, self.patch_size, self.patch_size[0]):
-            raise ValueError(f"The patch_size of T2T is fixed at {self.patch_size[0]}, got {patch_size!r}.")
-        super().set_input_size(img_size)
+        proj = TokensToToken(in_chans, embed_dim, splits, **options, device=device, dtype=dtype)
+        super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
 
 
 register_notrace_module(TokensToTokenEmbed)  # it branches on the size of the grid
 
 
-class T2TAttention(Attention):
-    """timm's Attention with a second shortcut inside the block's, as in the authors' code."""
+class _Shortcut(nn.Module):
+    """Adds to an attention a second shortcut inside the block's, as in the authors' code."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         return x + super().forward(x, attn_mask, **kwargs)
 
 
-class T2TLocalityAttention(LocalityAttention):
-    """:class:`T2TAttention` with LSA."""
+class T2TAttention(_Shortcut, Attention):  # type: ignore[misc]
+    """timm's Attention with a shortcut."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return x + super().forward(x, attn_mask, **kwargs)
+
+class T2TLocalityAttention(_Shortcut, LocalityAttention):  # type: ignore[misc]
+    """:class:`LocalityAttention` with a shortcut."""
 
 
 class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
 
     Args:
-        args: as :class:`PreLogitsVisionTransformer`.
+        args: arguments of :class:`PreLogitsVisionTransformer`.
         shifted_patches: stack the image with shifted copies (SPT).
-        locality_attention: attention is :class:`LocalityAttention` (LSA), also where tokens are made.
-        kwargs: as :class:`PreLogitsVisionTransformer`.
+        locality_attention: use :class:`LocalityAttention` (LSA), also while tokens are made.
+        kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(
         self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
     ) -> None:
         check_flags(shifted_patches, locality_attention)
-        flags = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
-        kwargs["embed_layer"] = partial(TokensToTokenEmbed, **flags)
+        options = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        kwargs["embed_layer"] = partial(TokensToTokenEmbed, **options)
         kwargs["attn_layer"] = T2TLocalityAttention if locality_attention else T2TAttention
         super().__init__(*args, **kwargs)
         self._fix_positions()

@@ -132,7 +132,7 @@ class WideNet(MoeMixin, SharedVisionTransformer):
 
     def __init__(self, *args: Any, routing_groups: int | None = None, router: str = "top_k", **kwargs: Any):
         if kwargs.pop("moe_layers", "every-1") != "every-1":
-            raise ValueError("A WideNet has one expert layer, which stands in every block, so it has no moe_layers.")
+            raise ValueError("A WideNet has one expert layer for all blocks, so it has no moe_layers.")
         if routing_groups is not None and router != "top_k":
             raise ValueError(f"routing_groups is an option of router='top_k', got router={router!r}.")
         super().__init__(*args, router=router, moe_layers="every-1", **kwargs)
