@@ -68,12 +68,10 @@ NOT_RUN = {
     ".ci/run": "runs this file too",
     "python tests/timm_models.py": "timm's tests, a part of .ci/run",
     "python -m studies": "trains for days: tests/project/test_studies.py",
-    "python -m studies.cifar100": "downloads",
-    "python examples/compare_schedules.py": "trains for minutes",
     "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
 }
 #: Commands without an argparse parser.
-NO_PARSER = ("python -m studies.cifar100", "python examples/compare_schedules.py", "python tests/timm_models.py")
+NO_PARSER = ("python tests/timm_models.py",)
 
 # --- the files in the folder of a section
 
@@ -95,7 +93,6 @@ CHECKPOINTS = {
     "teacher/last.pth.tar": ("vit_small_moe", {}),
     "a.pth.tar": ("vit_small_moe", {}),
     "MODEL": ("vimoe_s14", dict(routing_unit="token")),
-    "dense/last.pth.tar": ("vit_small_patch14_dinov2", dict(init_values=1.0)),
     "vmoe_b32.pth.tar": ("vmoe_b32", {}),
     "FILE": ("vit_small_patch16_224", {}),
 }
