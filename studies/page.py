@@ -181,7 +181,8 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
 
 
 def _pair(outcome: Outcome, first: str, second: str) -> Row:
-    found = {figure: outcome.difference(first, second, figure) for figure in outcome.study.measure.figures}
+    figures = [figure for figure in outcome.study.measure.figures if figure.sign]
+    found = {figure: outcome.difference(first, second, figure) for figure in figures}
     cells = {figure.title: _judged(pair, figure) for figure, pair in found.items() if pair}
     return {"": first, "compared with": second, **cells}
 

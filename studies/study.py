@@ -37,8 +37,8 @@ class Training:
     Attributes:
         name: name of the folder of its runs.
         model: key into the models of the size.
-        kwargs: arguments of the model, added to those of the size.
-        options: options of train.py, added to those of the size. ``{name}`` is the path of the use of that name.
+        kwargs: arguments of the model, added to the size's.
+        options: options of train.py, added to the size's. ``{name}`` is the path of the use of that name.
         uses: results of other trainings of the same seed that it needs.
         images: key into the images of the size.
         callback: ``name`` or ``name=value`` of :mod:`studies.callbacks`, for changes that train.py has no option for.
