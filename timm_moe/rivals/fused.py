@@ -7,7 +7,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..convert.registry import RouterSpec, register_here
+from ..convert.registry import RouterSpec, register_router
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
 from ..layers.functional import call, no_autocast
@@ -158,4 +158,4 @@ def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
 
 
 register_notrace_module(FusedMlp)  # like the other expert layers
-register_here(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}))
+register_router(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}, built_in=True))
