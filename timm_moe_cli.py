@@ -83,7 +83,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
-    source = "exported folder, published as it is, or whatever export takes"
+    source = "exported folder, published as it is, or any source that export takes"
     parser.add_argument("source", metavar="DIR_OR_CHECKPOINT", help=source)
     parser.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
     parser.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
@@ -168,8 +168,8 @@ def _routes(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
-    _add_sources(parser, "several stand side by side")
-    parser.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may stand after the options, too")
+    _add_sources(parser, "several are shown side by side")
+    parser.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may come after the options, too")
     _add_data_options(parser)
     _add_ood_options(parser)
     _add_overwrite(parser, "replace the page if it exists")

@@ -7,57 +7,57 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .results import difference
+from .outcome import Outcome
 from .statistics import Difference
-from .study import Size, Study
 
 #: From the epoch to the mean over the seeds of train_loss, eval_loss and eval_top1.
 Curve = dict[int, dict[str, float]]
 
 
-def chart_name(study: Study, size: str) -> str:
+def chart_name(outcome: Outcome) -> str:
     """Name the file of the differences."""
-    return f"study-{study.name}-{size}.png"
+    return f"study-{outcome.study.name}-{outcome.size_name}.png"
 
 
-def curves_name(study: Study, size: str) -> str:
+def curves_name(outcome: Outcome) -> str:
     """Name the file of the curves."""
-    return f"study-{study.name}-{size}-curves.png"
+    return f"study-{outcome.study.name}-{outcome.size_name}-curves.png"
 
 
-def differences(study: Study, size: str, results: dict[str, Any]) -> dict[str, Difference]:
+def differences(outcome: Outcome) -> dict[str, Difference]:
     """Compare each arm with its baseline by the first figure, where they share a seed."""
-    of_size, key = study.sizes[size], study.measure.figures[0].key
-    pairs = {arm.name: of_size.baseline_of(arm.name) for arm in of_size.arms}
-    found = {name: difference(results, name, baseline, key) for name, baseline in pairs.items() if name != baseline}
+    found = {arm.name: outcome.to_baseline(arm.name, outcome.study.measure.figures[0]) for arm in outcome.size.arms}
     return {name: pair for name, pair in found.items() if pair is not None}
 
 
-def curves(size: Size, results: dict[str, Any]) -> dict[str, Curve]:
+def curves(outcome: Outcome) -> dict[str, Curve]:
     """Average the curves of each training that was evaluated on its way, by the first arm that comes from it."""
-    arms = {arm.training.name: arm.name for arm in reversed(size.arms)}
-    found = {}
-    for training, name in reversed(arms.items()):
-        known = [cost["curve"] for cost in results["cost"].get(training, {}).values() if cost.get("curve")]
-        if known:
+    found: dict[str, Curve] = {}
+    seen: set[str] = set()
+    for arm in outcome.size.arms:
+        of_seeds = outcome.results["cost"].get(arm.training.name, {}).values()
+        known = [cost["curve"] for cost in of_seeds if cost.get("curve")]
+        if known and arm.training.name not in seen:
             epochs = zip(*known, strict=False)  # up to the last epoch that all seeds have
-            found[name] = {of_seeds[0]["epoch"]: _means(of_seeds) for of_seeds in epochs}
+            found[arm.name] = {entries[0]["epoch"]: _means(entries) for entries in epochs}
+        seen.add(arm.training.name)
     return found
 
 
-def _means(of_seeds: tuple[dict[str, float], ...]) -> dict[str, float]:
-    return {key: mean(entry[key] for entry in of_seeds) for key in ("train_loss", "eval_loss", "eval_top1")}
+def _means(entries: tuple[dict[str, float], ...]) -> dict[str, float]:
+    return {key: mean(entry[key] for entry in entries) for key in ("train_loss", "eval_loss", "eval_top1")}
 
 
-def draw(study: Study, size: str, results: dict[str, Any], folder: Path) -> None:
+def draw(outcome: Outcome, folder: Path) -> None:
     """Write the charts for which there are results."""
-    if shown := differences(study, size, results):
-        baselines = {study.sizes[size].baseline_of(name) for name in shown}
-        title = study.measure.figures[0].title
-        with _figure(folder / chart_name(study, size), 1, (7, 0.8 + 0.35 * len(shown))) as (axes,):
-            _draw_differences(axes, shown, f"{title}, difference to {'; '.join(sorted(baselines))}")
-    if lines := curves(study.sizes[size], results):
-        with _figure(folder / curves_name(study, size), 2, (7, 3)) as (left, right):
+    if shown := differences(outcome):
+        baselines = {outcome.size.baseline_of(name) for name in shown}
+        baseline = min(baselines) if len(baselines) == 1 else "its baseline"
+        label = f"{outcome.study.measure.figures[0].title}, difference from {baseline}"
+        with _figure(folder / chart_name(outcome), 1, (7, 0.8 + 0.35 * len(shown))) as (axes,):
+            _draw_differences(axes, shown, label)
+    if lines := curves(outcome):
+        with _figure(folder / curves_name(outcome), 2, (7, 3)) as (left, right):
             _draw_curves(left, right, lines)
 
 

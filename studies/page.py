@@ -4,24 +4,22 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from .catalogue import STUDIES
 from .chart import chart_name, curves, curves_name, differences, draw
-from .costs import all_costs, cost_of, costs_of_studies, hours, ratio
 from .findings import problems
 from .measure import Figure
-from .results import difference, figures_of, interaction, read, values
+from .outcome import Outcome, costs_of_studies, hours, ratio
+from .results import read
 from .statistics import BETTER, CONFIDENCE, WORSE, Difference, standard_error
-from .study import Arm, Size, Study, Training
+from .study import Arm, Size
 
 NOTHING = "No study has been run yet."
 DOCS = Path(__file__).parents[1] / "docs"
-#: The pages, by the texts around their studies.
-PAGES = {"results.md": "results.md", "generated/studies.md": "details.md"}
 TEMPLATES = Path(__file__).parent
 
-Stored = list[tuple[Study, str, dict[str, Any]]]
+#: A cell by its head.
+Row = dict[str, str]
 
 
 def write(folder: Path) -> list[str]:
@@ -31,186 +29,165 @@ def write(folder: Path) -> list[str]:
         A line for each finding that disagrees with the results.
     """
     known = stored(folder)
-    for study, size, results in known:
-        draw(study, size, results, DOCS / "images")
-    for page, written in pages(folder).items():
-        (DOCS / page).write_text(written)
+    for outcome in known:
+        draw(outcome, DOCS / "images")
+    for page, text in pages(folder).items():
+        (DOCS / page).write_text(text)
     return [
-        f"{study.name}: {problem}"
-        for study, size, results in known
-        for finding in study.findings.get(size, ())
-        for problem in problems(finding, study, size, results)
+        f"{outcome.study.name}: {problem}"
+        for outcome in known
+        for finding in outcome.findings
+        for problem in problems(finding, outcome)
     ]
 
 
-def stored(folder: Path) -> Stored:
-    """Read the results of all studies that have some, each with its size."""
-    return [
-        (study, size, results)
+def stored(folder: Path) -> list[Outcome]:
+    """Read the results of all studies that have some."""
+    outcomes = [
+        Outcome(study, size, read(folder / f"{study.name}-{size}.json"))
         for study in STUDIES.values()
         for size in study.sizes
-        if _measured(study.sizes[size], results := read(folder / f"{study.name}-{size}.json"))
     ]
+    return [outcome for outcome in outcomes if outcome.arms()]
 
 
 def pages(folder: Path) -> dict[str, str]:
     """Write both pages as texts, by their names in docs/."""
     known = stored(folder)
-    details = "\n\n".join(detailed(study, size, results) for study, size, results in known) or NOTHING
+    details = "\n\n".join(map(detailed, known)) or NOTHING
     intervals = len(re.findall(r"\([+-][\d.]+ to [+-][\d.]+\)", details))
-    parts = {
-        "results.md": "\n\n".join(section(study, size, results) for study, size, results in known) or NOTHING,
-        "details.md": details,
-    }
     places = {
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
         "{hours}": f"{hours(costs_of_studies(known)):.0f} hours",
     }
-    written = {}
-    for page, template in PAGES.items():
-        text = (TEMPLATES / template).read_text()
-        for place, part in {**places, "{studies}": parts[template]}.items():
-            text = text.replace(place, part)
-        written[page] = text
-    return written
+    full = (TEMPLATES / "details.md").read_text()
+    for place, text in places.items():
+        full = full.replace(place, text)
+    short = (TEMPLATES / "results.md").read_text().replace("{studies}", "\n\n".join(map(section, known)) or NOTHING)
+    return {"results.md": short, "generated/studies.md": full.replace("{studies}", details)}
 
 
-def section(study: Study, size: str, results: dict[str, Any]) -> str:
+def section(outcome: Outcome) -> str:
     """Write the section of docs/results.md: a table, the findings and the charts."""
+    study = outcome.study
     figures = [figure for figure in study.measure.figures if figure.is_main]
-    images = [f"![Differences](images/{chart_name(study, size)})"] if differences(study, size, results) else []
-    images += [f"![Curves](images/{curves_name(study, size)})"] if curves(study.sizes[size], results) else []
+    images = [f"![Differences](images/{chart_name(outcome)})"] if differences(outcome) else []
+    images += [f"![Curves](images/{curves_name(outcome)})"] if curves(outcome) else []
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
     return "\n".join(
         [
             f"## {study.title}",
             "",
             f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))",
-            *_incomplete(study.sizes[size], results),
+            *_incomplete(outcome),
             "",
-            *_table(_rows(study, size, results, figures, _shown(study, size))),
-            "",
-            *(f"- {finding.text}" for finding in study.findings.get(size, ())),
+            *_table(_rows(outcome, figures, _shown(outcome))),
+            *(["", *(f"- {finding.text}" for finding in outcome.findings)] if outcome.findings else []),
             *(["", *images] if images else []),
         ]
     )
 
 
-def detailed(study: Study, size: str, results: dict[str, Any]) -> str:
+def detailed(outcome: Outcome) -> str:
     """Write the section of docs/generated/studies.md: all figures, pairs, costs, recipes and circumstances."""
-    of_size = study.sizes[size]
-    arms = _measured(of_size, results)
-    pairs = [row for first, second in study.pairs if len(row := _pair(study, results, first, second)) > 2]
-    options = " ".join([*of_size.options, "--model-kwargs", *of_size.kwargs])
+    study, size, arms = outcome.study, outcome.size, outcome.arms()
+    pairs = [row for pair in study.pairs if len(row := _pair(outcome, *pair)) > 2]
+    options = " ".join([*size.options, "--model-kwargs", *size.kwargs])
     recipes = [
-        {"": arm.name, "trained by, one after the other": _trained_by(arm, of_size), "deployed by": arm.deployment.told}
+        {
+            "": arm.name,
+            "trainings, one after the other": _trained_by(arm, size),
+            "deployment": arm.deployment.description,
+        }
         for arm in arms
     ]
     return "\n".join(
         [
             f"## {study.title}",
             "",
-            f"`python -m studies {study.name} --size {size}`",
-            *_incomplete(of_size, results),
+            f"`python -m studies {study.name} --size {outcome.size_name}`",
+            *_incomplete(outcome),
             "",
-            *_table(_rows(study, size, results, study.measure.figures, [arm.name for arm in arms], is_full=True)),
+            *_table(_rows(outcome, study.measure.figures, [arm.name for arm in arms], is_full=True)),
             "",
             *(["Further comparisons:", "", *_table(pairs), ""] if pairs else []),
             f"Options of every training: `{options}`. A later option below overrides an earlier one.",
             "",
             *_table(recipes),
             "",
-            *_circumstances(study, size, results),
+            *_circumstances(outcome),
         ]
     )
 
 
-def _shown(study: Study, size: str) -> list[str]:
+def _shown(outcome: Outcome) -> list[str]:
     """Name the arms that the findings are about, and their baselines; all arms if there are no findings yet."""
-    of_size, findings = study.sizes[size], study.findings.get(size, ())
-    compared = {name for finding in findings for pair in finding.compared for name in (pair.first, pair.second)}
-    compared |= {of_size.baseline_of(name) for name in compared}
-    return [arm.name for arm in of_size.arms if arm.name in compared or not findings]
+    compared = {name for finding in outcome.findings for pair in finding.compared for name in (pair.first, pair.second)}
+    compared |= {outcome.size.baseline_of(name) for name in compared}
+    return [arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.findings]
 
 
-def _measured(size: Size, results: dict[str, Any]) -> list[Arm]:
-    return [arm for arm in size.arms if figures_of(results, arm.name)]
-
-
-def _incomplete(size: Size, results: dict[str, Any]) -> list[str]:
+def _incomplete(outcome: Outcome) -> list[str]:
     """Say which results are missing, if some are."""
-    seeds, wanted = {arm.name: len(figures_of(results, arm.name)) for arm in size.arms}, len(size.seeds)
+    seeds, wanted = {arm.name: len(outcome.seeds(arm.name)) for arm in outcome.size.arms}, len(outcome.size.seeds)
     lacking = [f"*{name}* ({number} of {wanted} seeds)" for name, number in seeds.items() if number < wanted]
     return ["", f"**Incomplete:** {'; '.join(lacking)}."] if lacking else []
 
 
-def _table(rows: list[dict[str, str]]) -> list[str]:
-    """Write rows, each a cell by its head, without the columns that are empty in all of them."""
+def _table(rows: list[Row]) -> list[str]:
+    """Write rows as a table, without the columns that are empty in all of them."""
     heads = [head for head in dict.fromkeys(head for row in rows for head in row) if any(row.get(head) for row in rows)]
-    heads = ["", *heads] if "" not in heads else heads
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, *([row.get(head, "") for head in heads] for row in rows))]
     return [lines[0], "|---" * len(heads) + "|", *lines[1:]]
 
 
-def _rows(
-    study: Study,
-    size: str,
-    results: dict[str, Any],
-    figures: Sequence[Figure],
-    names: Sequence[str],
-    is_full: bool = False,
-) -> list[dict[str, str]]:
-    """Write a row for each of the arms that has results, and for each interaction of two of them.
+def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_full: bool = False) -> list[Row]:
+    """Make a row for each of the arms that has results, and for each interaction of two of them.
 
     Args:
-        study: the study.
-        size: its size.
-        results: its results.
+        outcome: the study with its results.
         figures: figures to show.
         names: names of the arms to show.
-        is_full: show standard errors, seeds and costs.
+        is_full: show standard errors, seeds, costs, and interactions that no finding is about.
     """
-    of_size = study.sizes[size]
-    arms = [arm for arm in _measured(of_size, results) if arm.name in names]
-    baselines = {of_size.baseline_of(arm.name) for arm in arms}
-    to = f"difference to {min(baselines)}" if len(baselines) == 1 else "difference"
+    size = outcome.size
+    arms = [arm for arm in outcome.arms() if arm.name in names]
+    baselines = {size.baseline_of(arm.name) for arm in arms}
+    to = f"difference from {min(baselines)}" if len(baselines) == 1 else "difference"
+    to += ", one seed" if all(len(outcome.seeds(arm.name)) == 1 for arm in arms) else ""
+    heads = {figure: to if len(figures) == 1 else f"{figure.title}: {to}" for figure in figures}
     rows = []
     for arm in arms:
-        baseline = of_size.baseline_of(arm.name)
-        is_one = len(baselines) == 1 or baseline == arm.name
-        row = {"": arm.name, "compared with": "" if is_one else baseline}
+        baseline, number = size.baseline_of(arm.name), len(outcome.seeds(arm.name))
+        is_plain = len(baselines) == 1 or baseline == arm.name
+        row = {"": arm.name, "compared with": "" if is_plain else baseline}
         for figure in figures:
-            row[figure.title] = _mean(results, arm, figure, is_full)
-            found = None if baseline == arm.name else difference(results, arm.name, baseline, figure.key)
-            row[_head(figure, figures, to)] = _judged(found, figure)
-        number = len(figures_of(results, arm.name))
-        row["seeds"] = str(number) if is_full or number != len(of_size.seeds) else ""
+            row[figure.title] = _mean(outcome, arm, figure, is_full)
+            row[heads[figure]] = _judged(outcome.to_baseline(arm.name, figure), figure)
+        row["seeds"] = str(number) if is_full or number != len(size.seeds) else ""
         row["the paper"] = arm.paper
         if is_full:
-            own, base = (cost_of(results, of_size.arm(name)) for name in (arm.name, baseline))
+            own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))
             row |= {"time": ratio(own, base, "seconds"), "memory": ratio(own, base, "peak_mib")}
         rows.append(row)
-    for first, second in study.interactions:
-        found_by = {figure: interaction(of_size, results, first, second, figure.key) for figure in figures}
-        cells = {_head(figure, figures, to): _interval(pair, figure) for figure, pair in found_by.items() if pair}
-        if cells and {first, second} <= set(names):
-            rows.append({"": f"*{first}* less *{second}*", "compared with": "difference of differences", **cells})
+    compared = {(pair.first, pair.second) for finding in outcome.findings for pair in finding.compared}
+    for first, second in outcome.study.interactions:
+        found = {figure: outcome.interaction(first, second, figure) for figure in figures}
+        cells = {heads[figure]: _interval(pair, figure) for figure, pair in found.items() if pair}
+        if cells and (is_full or not compared or (first, second) in compared):
+            rows.append({"": f"*{second}* to *{first}*", "compared with": "change of the difference", **cells})
     return rows
 
 
-def _head(figure: Figure, figures: Sequence[Figure], to: str) -> str:
-    return to if len(figures) == 1 else f"{figure.title}: {to}"
-
-
-def _pair(study: Study, results: dict[str, Any], first: str, second: str) -> dict[str, str]:
-    found = {figure: difference(results, first, second, figure.key) for figure in study.measure.figures}
+def _pair(outcome: Outcome, first: str, second: str) -> Row:
+    found = {figure: outcome.difference(first, second, figure) for figure in outcome.study.measure.figures}
     cells = {figure.title: _judged(pair, figure) for figure, pair in found.items() if pair}
     return {"": first, "compared with": second, **cells}
 
 
-def _mean(results: dict[str, Any], arm: Arm, figure: Figure, with_error: bool) -> str:
-    known = list(values(results, arm.name, figure.key).values())
+def _mean(outcome: Outcome, arm: Arm, figure: Figure, with_error: bool) -> str:
+    known = list(outcome.values(arm.name, figure).values())
     if not known:
         return ""
     spread = f" ± {standard_error(known):.{figure.decimals}f}" if with_error and len(known) > 1 else ""
@@ -231,25 +208,24 @@ def _interval(found: Difference, figure: Figure) -> str:
 
 
 def _trained_by(arm: Arm, size: Size) -> str:
-    return "; ".join(_command(training, size) for training in arm.trainings())
+    commands = []
+    for training in arm.trainings():
+        kwargs = ["--model-kwargs", *training.kwargs] if training.kwargs else []
+        options = " ".join(["--model", size.models[training.model], *kwargs, *training.options])
+        callback = f", callback `{training.callback}`" if training.callback else ""
+        commands.append(f"`{options}`{callback}{', another draw' if training.draw else ''}")
+    return "; ".join(commands)
 
 
-def _command(training: Training, size: Size) -> str:
-    kwargs = ["--model-kwargs", *training.kwargs] if training.kwargs else []
-    options = " ".join(["--model", size.models[training.model], *kwargs, *training.options])
-    callback = f", callback `{training.callback}`" if training.callback else ""
-    return f"`{options}`{callback}{', another draw' if training.draw else ''}"
-
-
-def _circumstances(study: Study, size: str, results: dict[str, Any]) -> Iterator[str]:
+def _circumstances(outcome: Outcome) -> Iterator[str]:
     """Report seeds, widths of the intervals, hardware, versions, resumed trainings and time."""
-    seeds = {seed for arm in study.sizes[size].arms for seed in figures_of(results, arm.name)}
+    seeds = {seed for arm in outcome.size.arms for seed in outcome.seeds(arm.name)}
     yield f"Seeds {', '.join(sorted(seeds, key=int))}."
-    halves = [found.high - found.mean for found in differences(study, size, results).values() if found.seeds > 1]
+    halves = [found.high - found.mean for found in differences(outcome).values() if found.seeds > 1]
     if halves:
-        figure = study.measure.figures[0]
+        figure = outcome.study.measure.figures[0]
         yield f"Half the width of an interval of {figure.title}, in the median: {median(halves):.{figure.decimals}f}."
-    costs = all_costs(results)
+    costs = outcome.training_costs()
     for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
         yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
     resumed = sum(not cost["whole"] for cost in costs)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .runs import Run, write_json
-from .statistics import Difference, by_seed, paired
-from .study import Arm, Size
+from .study import Arm
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -72,30 +71,3 @@ def _add(run: Run, results: dict[str, Any], path: Path, keep: bool) -> None:
             raise FileExistsError(f"{path} has results of {arm.name} that were made otherwise: move it away.")
         if arm.name in known["arms"] and not (keep and seed in kept["figures"]):
             kept["figures"][seed] = known["arms"][arm.name]
-
-
-def figures_of(results: dict[str, Any], arm: str) -> dict[str, dict[str, float]]:
-    """Get all figures of an arm, by seed."""
-    return results["arms"].get(arm, {}).get("figures", {})
-
-
-def values(results: dict[str, Any], arm: str, key: str) -> dict[str, float]:
-    """Get one figure of an arm, by seed."""
-    return {seed: figures[key] for seed, figures in figures_of(results, arm).items() if key in figures}
-
-
-def difference(results: dict[str, Any], first: str, second: str, key: str) -> Difference | None:
-    """Compare two arms by one figure; None if they share no seed."""
-    return paired(values(results, first, key), values(results, second, key))
-
-
-def interaction(size: Size, results: dict[str, Any], first: str, second: str, key: str) -> Difference | None:
-    """Compare the difference of one arm to its baseline with that of another arm to its own, paired by seed.
-
-    Returns:
-        (first - its baseline) - (second - its baseline); None if the four share no seed.
-    """
-    one, other = (
-        by_seed(values(results, arm, key), values(results, size.baseline_of(arm), key)) for arm in (first, second)
-    )
-    return paired(one, other)

@@ -1,10 +1,12 @@
-"""Made-up observations, and small models whose routers tell images apart."""
+"""Images whose classes differ in brightness, models whose routers see it, and made-up observations of routers."""
 
 from dataclasses import replace
 
+import numpy as np
 import timm
 import torch
 from common import SMALL_VIT
+from PIL import Image
 from torch import nn
 
 import timm_moe
@@ -13,6 +15,16 @@ from timm_moe.analysis.routing_statistics import Routes
 from timm_moe.report.observe import LayerObservation, Observation, Patch, observe
 
 HERE = Inference(batch_size=7, workers=0, device="cpu")
+
+
+def write_images(folder, classes, numbers):
+    """A folder of images for each class."""
+    random = np.random.default_rng(0)
+    for label, (name, number) in enumerate(zip(classes, numbers, strict=True)):
+        (folder / name).mkdir(parents=True)
+        for index in range(number):
+            pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{index}.png")
 
 
 def make_model(name="vit_tiny_moe", **options):

@@ -316,12 +316,12 @@ def _experts(info: ModelInfo) -> str:
     if not info.moe_layers:
         return "none"
     layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
-    told = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
+    text = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
     if info.exported is not None:  # each token goes to some expert, no matter to which
-        return told
+        return text
     if info.members > 1:
-        return f"{told}; {info.members} members, a token of each takes {info.top_k}"
-    return f"{told}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
+        return f"{text}; {info.members} members, a token of each takes {info.top_k}"
+    return f"{text}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
 
 
 def _import_vmoe(args: argparse.Namespace) -> None:

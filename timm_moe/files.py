@@ -119,7 +119,7 @@ def written_whole(file: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield a private folder in the system's temporary folder, and remove those of killed processes there."""
+    """Yield a private folder in the system's temporary folder; folders that killed processes left there are removed."""
     temporary = Path(tempfile.gettempdir())
     name = f".timm_moe-{purpose}-"
     for lock in temporary.glob(f"{name}*{_LOCK}"):

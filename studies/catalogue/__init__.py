@@ -1,4 +1,4 @@
-"""The studies, one file for each."""
+"""All studies, one file for each."""
 
 from ..study import Study
 from . import (

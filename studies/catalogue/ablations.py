@@ -1,4 +1,4 @@
-"""EWA's choices: share rate, number and place of experts, how they begin (EWA, figure 2 and its ablations)."""
+"""EWA's choices: share rate, number, place and start of the experts (EWA, figure 2 and its ablations)."""
 
 from ..statistics import UNCLEAR
 from ..study import Arm, Finding, Study, compare
@@ -22,7 +22,7 @@ RATES = ("share rate 0.1", "share rate 0.5")
 
 FINDINGS = (
     Finding(
-        "None of EWA's choices makes a clear difference, to EWA with its defaults or to dense training (three seeds).",
+        "None of EWA's choices makes a clear difference from its default or from dense training (three seeds).",
         compare([arm.name for arm in ARMS[2:]], UNCLEAR, ("EWA, linear", "dense")),
     ),
     Finding(

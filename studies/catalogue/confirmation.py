@@ -1,4 +1,4 @@
-"""The leaders of the search, on classes and seeds that it never saw, beside what may explain the gain."""
+"""The leaders of the search on new classes and seeds, with dense arms that may explain the gain."""
 
 from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR
@@ -30,7 +30,7 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "Linear shows no clear difference to dropout, half the initial weights, a quarter of the learning rate or "
+        "Linear shows no clear difference from dropout, half the initial weights, a quarter of the learning rate or "
         "experts that are never averaged.",
         compare(
             ("linear",),
@@ -45,7 +45,7 @@ FINDINGS = (
     ),
     Finding(
         "Dense training with half the initial weights and dropout has the highest mean: 1.15 points above dense "
-        "training (0.61 to 1.68), without a clear difference to linear. So nothing here asks for experts.",
+        "training (0.61 to 1.68), without a clear difference from linear. So nothing here asks for experts.",
         (
             *compare(("dense, initial weights / 2, dropout 0.1",), BETTER, ("dense",)),
             *compare(("dense, initial weights / 2, dropout 0.1",), UNCLEAR, ("linear",)),

@@ -1,4 +1,4 @@
-"""An ensemble inside one sparse model, and its rivals (pBE, tables 3 and 9)."""
+"""pBE, an ensemble inside one sparse model, and its rivals (pBE, tables 3 and 9)."""
 
 from ..deploy import Checkpoint, Export
 from ..measure import Evaluation
@@ -8,9 +8,9 @@ from .scratch import DENSE
 from .settings import SMALL_FURTHER, paper, small
 
 UPSTREAM = Training("vmoe", "vmoe", ("num_experts=8",))
-#: Of pBE's fine-tuning, for all arms.
+#: Options of pBE's fine-tuning, for all arms.
 COMMON = ("num_experts=8", "capacity_factor=1.5", "eval_capacity_factor=8.0", "expert_dropout=0.1")
-#: The folder that ``timm-moe import-vmoe`` makes of the official V-MoE-S/32 of 8 experts, in the working directory.
+#: The official V-MoE-S/32 of 8 experts, imported by ``timm-moe import-vmoe`` into the working directory.
 IMPORTED = "vmoe_s32/model.safetensors"
 
 
@@ -43,8 +43,8 @@ def arms(uses: tuple[Use, ...], options: tuple[str, ...], half: tuple[str, ...])
 
 
 def dense_arms() -> tuple[Arm, ...]:
-    """From a dense ViT; no such checkpoint of the paper is public."""
-    uses = (Use("start", DENSE, Export()),)  # its checkpoint would give timm the average of its weights
+    """Fine-tune a dense ViT; the paper's checkpoint is not public."""
+    uses = (Use("start", DENSE, Export()),)  # timm would read the averaged weights of the checkpoint
     options = ("--initial-checkpoint", "{start}/model.safetensors", *SMALL_FURTHER)
     vit = Training("vit-further", "dense", (), options, uses)
     batch_ensemble = Training("batch-ensemble", "be", ("factor_init=normal",), options, uses)
@@ -55,7 +55,7 @@ def dense_arms() -> tuple[Arm, ...]:
 
 
 FURTHER = ("--initial-checkpoint", "{start}", *SMALL_FURTHER)
-#: That of the public E³ configuration, by steps: 2,000 of 1,024 images.
+#: The public E³ configuration: 2,000 steps of 1,024 images.
 PUBLIC = ("--opt", "momentum", "--lr", "5e-3", "-b", "1024", "--epochs", "41", "--warmup-epochs", "4")
 
 PBE = "pBE, M 2, K 1"
@@ -70,12 +70,12 @@ RIVALS = (
 FINDINGS = (
     Finding(
         "pBE is the best use of the V-MoE: its NLL is 0.0812 to 0.0966 better than that of five rivals, its ECE 0.0233 "
-        "to 0.0427. The paper finds the same, with smaller differences.",
+        "to 0.0427. The paper finds the same of four of them, with smaller differences.",
         (*compare((PBE,), BETTER, RIVALS, "nll"), *compare((PBE,), BETTER, RIVALS, "ece")),
     ),
     Finding(
-        "The dense ViT shows no clear difference to pBE in accuracy, NLL and ECE. The V-MoE's NLL is 0.0755 worse than "
-        "the ViT's; in the paper the V-MoE is 1.8 points better.",
+        "The dense ViT shows no clear difference from pBE in accuracy, NLL and ECE. The V-MoE's NLL is 0.0755 worse "
+        "than the ViT's; in the paper the V-MoE is 1.8 points better.",
         (
             *(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
             Compared("V-MoE, K 1", WORSE, "ViT", "nll"),

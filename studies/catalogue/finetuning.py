@@ -1,16 +1,16 @@
-"""EWA where a trained network is fine-tuned on other classes (EWA, table 4)."""
+"""EWA in fine-tuning of a trained network on other classes (EWA, table 4)."""
 
 from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR
 from ..study import Arm, Finding, Images, Study, Training, Use, compare
 from .settings import PAPER_OPTIONS, paper, small
 
-#: Where a fine-tuning begins, by size: the dense network of the other 80 classes, or the Hub's weights of ImageNet.
+#: The small size starts from a dense network of the other 80 classes, the paper's from ImageNet weights of the Hub.
 OTHER_CLASSES = Training("dense-on-80", "dense", images="images-of-80")
 HERE = (Use("start", OTHER_CLASSES, Export()),)
 SGD = ("--opt", "momentum", "--lr", "0.01", "--weight-decay", "0")
 FURTHER = (*SGD, "--pretrained-path", "{start}/model.safetensors", "--epochs", "20", "--warmup-epochs", "2")
-#: 5,000 steps of 128 images, of which 500 are warm-up.
+#: 5,000 steps of 128 images, 500 of them warm-up.
 FROM_HUB = (*SGD, "--epochs", "13", "--warmup-epochs", "1")
 
 EMA = ("--model-ema", "--model-ema-decay", "0.98")
@@ -39,7 +39,7 @@ def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
     )
 
 
-#: Twenty classes are kept for the fine-tuning, the last of the alphabet.
+#: The last twenty classes of the alphabet are kept for the fine-tuning.
 PARTS = {
     "images-of-80": Images(classes=(0, 80), train=(0, 100)),
     "images-of-20": Images(classes=(80, None), train=(0, 100)),
@@ -49,14 +49,14 @@ SCHEDULES = ("EWA, linear", "EWA, constant", "EWA, late")
 
 FINDINGS = (
     Finding(
-        "EWA shows no clear difference to dense training with any of three schedules. The intervals are two points "
+        "EWA shows no clear difference from dense training with any of three schedules. The intervals are two points "
         "wide (-1.93 to +0.40 in all); the paper's gain is 0.45.",
         compare(SCHEDULES, UNCLEAR, ("dense",)),
         quoted=("0.45",),
     ),
     Finding(
-        "Linear averaging shows no clear difference to no averaging: experts that begin as copies of a trained network "
-        "stay within 2 % of their mean in so few steps of SGD.",
+        "Linear averaging shows no clear difference from no averaging: experts that begin as copies of a trained "
+        "network stay within 2 % of their mean in so few steps of SGD.",
         compare(("EWA, linear",), UNCLEAR, ("experts never averaged, their mean",)),
     ),
     Finding(

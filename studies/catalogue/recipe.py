@@ -1,6 +1,6 @@
 """When experts pay: each method under a weak, a medium and a strong recipe, on clean and on corrupted images.
 
-Stated before the runs: the difference to dense training shrinks as the recipe gets stronger; what EWA gains on clean
+Stated before the runs: the difference from dense training shrinks as the recipe gets stronger; what EWA gains on clean
 images it keeps on corrupted ones, or loses there.
 
 The recipes were chosen by a pilot of the dense network alone, one seed, on classes and a seed that the study does not
@@ -20,7 +20,7 @@ from .settings import OPTIMIZER, PIXELS, paper, small
 IMAGES = Images(classes=(50, 100), train=(0, 100))
 LONG = ("--epochs", "120", "--warmup-epochs", "10", "--lr", "1e-3")
 CROPS = ("--scale", "0.5", "1.0", "--color-jitter", "0")
-#: From the first to the last the dense network is regularised more.
+#: Regularization of the dense network grows from the first to the last.
 RECIPES: dict[str, tuple[str, ...]] = {
     "weak": (*CROPS, "--smoothing", "0", "--drop-path", "0"),
     "medium": (*CROPS, "--smoothing", "0.1", "--drop-path", "0.1"),
@@ -38,7 +38,7 @@ CURVE = ("--val-split", "test", "--val-interval", "10")
 
 
 def arms(recipe: str, options: tuple[str, ...], top_2: tuple[str, ...]) -> tuple[Arm, ...]:
-    """The methods under one recipe, each compared with the dense network of that recipe."""
+    """Train the methods under one recipe; each is compared with the dense network of that recipe."""
 
     def trained(name: str, model: str, *kwargs: str, more: tuple[str, ...] = ()) -> Training:
         return Training(f"{recipe}-{name}", model, kwargs, (*options, *more))
@@ -67,7 +67,7 @@ METHODS = tuple(arm.name.removesuffix(", weak") for arm in arms("weak", (), ())[
 STUDY = Study(
     name="recipe",
     title="When do experts pay?",
-    question="Does the difference to dense training depend on how strong the dense recipe is, and does it hold on "
+    question="Does the difference from dense training depend on how strong the dense recipe is, and does it hold on "
     "corrupted images?",
     source="ours; the question is that of arXiv 2411.18322",
     sizes={

@@ -19,12 +19,12 @@ ARMS = (
 
 FINDINGS = (
     Finding(
-        "Routed experts, with and without averaging, show no clear difference to dense training.",
+        "Routed experts, with and without averaging, show no clear difference from dense training.",
         compare(("naive MoE", "MoE, Early EWA"), UNCLEAR, ("dense",)),
     ),
     Finding(
-        "Early EWA shows no clear difference to the naive MoE (-1.54 to +1.93); the interval excludes the paper's gain "
-        "of 2.14 points.",
+        "Early EWA shows no clear difference from the naive MoE (-1.54 to +1.93); the interval excludes the paper's "
+        "gain of 2.14 points.",
         compare(("MoE, Early EWA",), UNCLEAR, ("naive MoE",)),
         quoted=("2.14",),
     ),

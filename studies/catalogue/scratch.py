@@ -13,9 +13,9 @@ def ewa(name: str, *kwargs: str) -> Training:
 
 
 LINEAR = ewa("ewa-linear")
-#: Never averaged until the end.
+#: Experts that are averaged only at the end.
 NEVER = ewa("never-averaged", "share_rate=0")
-#: Weights of equal experts are learned in few epochs, with nothing else.
+#: Only the weights of the experts are learned, in few epochs.
 MERGE = Training(
     "xft-merge",
     "ewa",
@@ -25,7 +25,7 @@ MERGE = Training(
     callback="only_fusion",
 )
 
-#: Switch EMA with a window of six epochs hardly learned: 8.67 % top-1 where dense training had 18.30 (one seed).
+#: Switch EMA with a window of six epochs hardly learned: 8.67 % top-1, and dense training 18.30 (one seed).
 ARMS = (
     Arm("dense", DENSE, paper="73.93"),
     Arm("dense, weight EMA", DENSE, Export(("--use-ema",))),
@@ -73,7 +73,7 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "ExFusion, a quarter of the learning rate and half the initial weights show no clear difference to dense "
+        "ExFusion, a quarter of the learning rate and half the initial weights show no clear difference from dense "
         "training or to EWA. A moving average of the weights (EMA) gains 0.03 points.",
         (
             *compare(

@@ -1,9 +1,7 @@
 """When and how to merge experts: a search on held-out training images, by one seed of each candidate.
 
-What leads goes on to the study ``confirmation``.
-
-Few images are seen often, 100 times, so that there is something to gain by regularization: dropout gains too. In the
-other studies a network has yet to learn its training images after 30 epochs.
+The study ``confirmation`` repeats the leaders. Few images are seen 100 times, so that regularization has something to
+gain; in the other studies a network has not learned its training images after 30 epochs.
 """
 
 from ..deploy import Export
@@ -22,7 +20,7 @@ def candidate(name: str, *kwargs: str, options: tuple[str, ...] = (), callback: 
 
 
 DROPOUT = "proj_drop_rate=0.1"
-#: The networks that EWA would convert begin as small as the mean of four that are drawn apart.
+#: The networks that EWA would convert start as small as a mean of four independent ones.
 HALF = "begin_divided=every-2/2"
 
 DENSE = Training("dense", "dense", options=EMA)
@@ -32,8 +30,8 @@ LINEAR = candidate("linear", options=EMA)
 LINEAR_DROPOUT = candidate("linear-dropout", DROPOUT)
 
 SAME = "expert_init=same"
-#: At a constant rate of 0.3 the experts stay within 1 % of their mean, so what else is changed can do little. At this
-#: one they go more than 10 % away.
+#: At a constant rate of 0.3 the experts stay within 1 % of their mean, so other changes have little effect. At this
+#: rate they are more than 10 % away from it.
 APART = (SAME, "share_schedule=constant", "share_rate=0.01")
 
 ANNEALED = candidate("annealed", callback="annealed")

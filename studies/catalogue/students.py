@@ -6,8 +6,8 @@ from ..study import Arm, Compared, Finding, Study, Training, Use, compare, slug
 from .settings import SMALL_FURTHER, imagenet, small
 from .widenet import WIDENET
 
-#: Of the registered students. timm prepares the teacher's images by both models' configs, which ``--mean`` of train.py
-#: does not change. So the teacher's config has to be the student's, or it sees images of another contrast.
+#: The registered students' mean and deviation. timm prepares the teacher's images by both models' configs, which
+#: ``--mean`` of train.py does not change, so the teacher must be exported with the student's values.
 PIXELS = ("--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5")
 TEACHER = Use("teacher", WIDENET, Export(("--moe", *PIXELS)))
 #: The weight of the task is the paper's alpha.
@@ -17,9 +17,9 @@ DISTILLATION = (
 )
 
 
-#: The last one, where all but the experts is the teacher's, is the paper's "Switch".
+#: The last one takes everything but the experts from the teacher; it is the paper's "Switch".
 METHODS = ("average", "sum", "topk", "svd", "random")
-#: Distilled, of the L size.
+#: Distilled students of size L.
 PAPER = {"random start": "77.3", "average": "78.0", "sum": "78.2", "topk": "78.4", "svd": "78.4", "random": "77.8"}
 LONG = "the student's network, trained as long as the teacher"
 
@@ -55,7 +55,7 @@ DISTILLED = {method: f"{method}, distilled" for method in METHODS}
 
 FINDINGS = (
     Finding(
-        "A student from the experts' mean or top-k is 1.88 to 2.22 points better than one with new experts, "
+        "A student from the experts' mean or top-k is 1.88 to 2.22 points better than one with new experts; "
         "sum and SVD are 1.68 to 1.84 points worse than the mean.",
         (
             *compare((TRAINED_ON["average"], TRAINED_ON["topk"]), BETTER, (TRAINED_ON["random"],)),

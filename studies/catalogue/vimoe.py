@@ -1,4 +1,4 @@
-"""Image-level experts in a trained network, with a shared expert and without (ViMoE, table 7)."""
+"""Image-level experts in a trained network, with and without a shared expert (ViMoE, table 7)."""
 
 from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR, WORSE
@@ -15,7 +15,7 @@ KINDS = {
     "shared expert": ("shared_expert=True",),
     "no shared expert and no gate": ("gate_mode=one",),
 }
-#: The dense network, without the average of its weights.
+#: The dense network, not the average of its weights.
 HERE = (Use("start", DENSE, Export()),)
 #: With experts in 2 and in 12 of 12 blocks.
 PAPER = {
@@ -57,7 +57,7 @@ WITHOUT, WITH = "no shared expert, in every block", "shared expert, in every blo
 FINDINGS = (
     Finding(
         "Experts in every block lose 0.43 points without a shared expert (0.03 to 0.83). With one there is no clear "
-        "difference to dense training, and the shared expert gains 0.37 points.",
+        "difference from dense training, and the shared expert gains 0.37 points.",
         (
             *compare((WITHOUT,), WORSE, ("dense, trained on",)),
             *compare((WITH,), UNCLEAR, ("dense, trained on",)),
@@ -65,13 +65,13 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "Without shared expert and gate there is no clear difference to dense training or to the model with the gate: "
-        "the cause of the loss stays open. The paper's collapse, from 91.3 to 52.9 %, does not occur.",
+        "Without shared expert and gate there is no clear difference from dense training or from the model with the "
+        "gate: the cause of the loss stays open. The paper's collapse, from 91.3 to 52.9 %, does not occur.",
         compare(("no shared expert and no gate, in every block",), UNCLEAR, ("dense, trained on", WITHOUT)),
         quoted=("91.3", "52.9"),
     ),
     Finding(
-        "In the last two blocks no kind of experts shows a clear difference to dense training.",
+        "In the last two blocks no kind of experts shows a clear difference from dense training.",
         compare([f"{kind}, in the last two blocks" for kind in KINDS], UNCLEAR, ("dense, trained on",)),
     ),
 )

@@ -31,7 +31,7 @@ FINDINGS = (
         quoted=("2.6",),
     ),
     Finding(
-        "A dense ViT whose blocks have weights of their own shows no clear difference to WideNet (-0.39 to +3.96).",
+        "A dense ViT whose blocks have weights of their own shows no clear difference from WideNet (-0.39 to +3.96).",
         compare(("dense, blocks of their own",), UNCLEAR, (ALL,)),
     ),
 )

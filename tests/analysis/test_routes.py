@@ -1,4 +1,4 @@
-"""Which classes go to which experts, against the routers' weights applied by hand."""
+"""The routes of classes to experts, against the routers' weights applied by hand."""
 
 import csv
 import json
@@ -9,39 +9,26 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, SMALL_VIT_KWARGS
+from common import SMALL_VIT_KWARGS
+from observations import HERE, make_model, write_images
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from timm_moe import moe_layers
-from timm_moe.analysis.data import Inference, image_folder, load_classifiers
+from timm_moe.analysis.data import image_folder, load_classifiers
 from timm_moe.analysis.routes import display_order, plot
 from timm_moe.analysis.routing_statistics import Routes, collect_routes, summarize, summarize_all
 from timm_moe_cli import main
 
-HERE = Inference(batch_size=7, workers=0, device="cpu")
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    random = np.random.default_rng(0)
-    for label, name in enumerate(CLASSES):
-        (folder / "val" / name).mkdir(parents=True)
-        for index in range(4 + label % 2):
-            pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / "val" / name / f"{index}.png")
+    write_images(folder / "val", CLASSES, [4, 5, 4, 5, 4])
     return folder
-
-
-def make_model(name="vit_tiny_moe", **options):
-    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
-    for layer in moe_layers(model).values():
-        if hasattr(layer.router, "weight"):
-            nn.init.normal_(layer.router.weight)
-    return model
 
 
 def routes_of(model, data):

@@ -183,8 +183,6 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
 def test_what_a_router_does_not_state():
     assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (1, 6, "token")
     assert TopKRouter(8, 6, 2).routing_degree() == 15
-    with pytest.raises(RuntimeError, match="TorchScript has no Router"):
-        Router(3).scriptable_choice()
 
 
 def test_options_of_a_registered_router_may_be_stated_by_files():

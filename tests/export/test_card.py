@@ -1,5 +1,6 @@
 """The model card of a push, and options of a push that cannot be; all of it without a Hub."""
 
+import inspect
 import itertools
 import json
 
@@ -158,6 +159,13 @@ def test_models_in_memory():
 
 
 # --- bad input
+
+
+@pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe, push_folder])
+def test_an_option_that_does_not_exist(function, dense_vit):
+    assert len(inspect.signature(function).parameters) <= 8
+    with pytest.raises(TypeError, match=r"^There is no option 'licence'; there are .*label_names, license, .*\.$"):
+        function(dense_vit, "user/vit", licence="mit")
 
 
 @pytest.mark.parametrize(

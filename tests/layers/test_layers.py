@@ -268,6 +268,12 @@ def test_traces_for_torchscript():
     assert torch.equal(traced(x), layer(x))
 
 
+def test_torch_jit_script_is_refused():
+    for layer in (moe(8, 16), nn.Sequential(moe(8, 16).eval())):
+        with pytest.raises(RuntimeError, match="TorchScript of expert layers is not supported: trace the model"):
+            torch.jit.script(layer)
+
+
 def test_threads_and_plain_tensors_as_weights():
     """What nn.DataParallel and torch.func do to a module."""
     layer = moe(8, 16).eval()

@@ -63,7 +63,7 @@ def test_names_that_make_one_of_two_are_refused(arms, told):
 
 
 def test_a_training_with_an_average_hands_on_its_own_weights():
-    """Of a checkpoint that has both, timm's --initial-checkpoint takes the average."""
+    """timm's --initial-checkpoint takes the average from a checkpoint that has both."""
     sizes = [size for study in STUDIES.values() for size in study.sizes.values()]
     uses = [(size, use) for size in sizes for training in size.trainings() for use in training.uses]
     assert uses
@@ -91,7 +91,7 @@ def test_what_a_study_states_can_be_run(folder):
 
 @pytest.mark.parametrize("size", STUDIES["students"].sizes.values(), ids=STUDIES["students"].sizes)
 def test_a_teacher_sees_the_images_that_its_student_sees(size):
-    """timm turns them from the mean and deviation of the student's config to those of the teacher's."""
+    """timm normalizes them by the student's config, then converts them to the teacher's."""
     taught = [training for training in size.trainings() if "--kd-model-name" in training.options]
     assert taught
     for training in taught:

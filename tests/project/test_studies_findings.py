@@ -1,4 +1,4 @@
-"""What is said of the results, here and in other documents, agrees with the stored figures."""
+"""Sentences about the results, in the catalogue and in other documents, agree with the stored figures."""
 
 import sys
 from dataclasses import replace
@@ -14,6 +14,7 @@ from studies.catalogue.ensembles import PBE, RIVALS
 from studies.catalogue.students import DISTILLED, LONG
 from studies.findings import problems
 from studies.measure import Evaluation
+from studies.outcome import Outcome
 from studies.results import read
 from studies.statistics import BETTER, ONE_SEED, UNCLEAR, WORSE
 from studies.study import Arm, Compared, Finding, compare
@@ -39,7 +40,7 @@ SAID = [
         "docs/results.md",
         "confirmation",
         Finding(
-            "In a long training on few images it is 0.68 points better, without a clear difference to dense training "
+            "In a long training on few images it is 0.68 points better, without a clear difference from dense training "
             "with dropout or smaller initial weights.",
             (*LINEAR, *compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF])),
         ),
@@ -49,7 +50,7 @@ SAID = [
         "ensembles",
         Finding(
             "has better likelihood and calibration than other uses of the V-MoE; a dense ViT shows no clear difference "
-            "to it.",
+            "from it.",
             tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
         ),
     ),
@@ -152,27 +153,26 @@ SAID = [
 
 
 def stored(name):
-    return read(RESULTS / f"{name}-small.json")
+    return Outcome(STUDIES[name], "small", read(RESULTS / f"{name}-small.json"))
 
 
-@pytest.mark.parametrize("study", [study for study, *_ in page.stored(RESULTS)], ids=lambda study: study.name)
-def test_findings_are_what_the_results_say(study):
-    assert study.findings["small"]
-    for finding in study.findings["small"]:
-        assert problems(finding, study, "small", stored(study.name)) == []
+@pytest.mark.parametrize("outcome", page.stored(RESULTS), ids=lambda outcome: outcome.study.name)
+def test_findings_are_what_the_results_say(outcome):
+    for finding in outcome.findings:
+        assert problems(finding, outcome) == []
 
 
 @pytest.mark.parametrize(("file", "name", "finding"), SAID, ids=[f"{file}-{name}" for file, name, _ in SAID])
 def test_what_other_documents_say_is_what_the_results_say(file, name, finding):
     assert finding.text in " ".join((ROOT / file).read_text().split())
-    assert problems(finding, STUDIES[name], "small", stored(name)) == []
+    assert problems(finding, stored(name)) == []
 
 
 def test_the_likelihood_and_calibration_of_pbe():
     for figure in ("nll", "ece"):
         compared = compare([PBE], BETTER, RIVALS, figure)
         numbers = "0.0812 to 0.0966" if figure == "nll" else "0.0233 to 0.0427"
-        assert problems(Finding(numbers, compared), STUDIES["ensembles"], "small", stored("ensembles")) == []
+        assert problems(Finding(numbers, compared), stored("ensembles")) == []
 
 
 def test_a_comparison_of_a_finding_is_in_the_full_page():
@@ -231,9 +231,9 @@ def test_a_finding_that_disagrees_is_found(text, first, verdict, second, figure,
     }
     study = small_study(Arm("dense", DENSE), measure=Evaluation())
     finding = Finding(text, (Compared(first, verdict, second, figure),))
-    assert problems(finding, study, "small", {"arms": arms}) == wrong
+    assert problems(finding, Outcome(study, "small", {"arms": arms})) == wrong
     cited = replace(finding, quoted=("0.30",))
-    assert "0.30" not in " ".join(problems(cited, study, "small", {"arms": arms}))
+    assert "0.30" not in " ".join(problems(cited, Outcome(study, "small", {"arms": arms})))
 
 
 def test_numbers_of_several_comparisons_form_a_range():
@@ -244,8 +244,8 @@ def test_numbers_of_several_comparisons_form_a_range():
     arms["EWA"]["figures"]["0"]["top1"] += 0.3
     study = small_study(Arm("dense", DENSE), Arm("EWA", EWA))
     compared = compare(["late", "early", "EWA"], BETTER, ["dense"])
-    assert problems(Finding("better by 0.50 to 1.10", compared), study, "small", {"arms": arms}) == []
-    assert problems(Finding("better by 0.50 to 0.75", compared), study, "small", {"arms": arms}) == [
+    assert problems(Finding("better by 0.50 to 1.10", compared), Outcome(study, "small", {"arms": arms})) == []
+    assert problems(Finding("better by 0.50 to 0.75", compared), Outcome(study, "small", {"arms": arms})) == [
         "EWA / dense, top-1 %: 1.10 is not in the text"
     ]
 

@@ -1,10 +1,8 @@
 """Images for a report, and a report on two models."""
 
-import numpy as np
 import pytest
 import torch
-from observations import HERE, make_model
-from PIL import Image
+from observations import HERE, make_model, write_images
 
 from timm_moe.analysis.data import image_folder
 from timm_moe.report import write_report
@@ -16,20 +14,14 @@ CLASSES = ["apple", "baby", "<script><b>chair", "dolphin", 'elephant "grey"']
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    random = np.random.default_rng(0)
-    for split, number in (("val", 4), ("other", 2)):
-        for label, name in enumerate(CLASSES):
-            place = folder / split / name.replace("/", "")
-            place.mkdir(parents=True)
-            for index in range(number):
-                pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
-                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{index}.png")
+    write_images(folder / "val", CLASSES, [4] * 5)
+    write_images(folder / "other", CLASSES, [2] * 5)
     return folder
 
 
 @pytest.fixture(scope="session")
 def report(data, tmp_path_factory):
-    """The page of two models, of which one was trained by timm's loop."""
+    """The page of two models."""
     folder = tmp_path_factory.mktemp("report")
     torch.manual_seed(0)
     images = image_folder(data)

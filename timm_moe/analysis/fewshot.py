@@ -21,7 +21,7 @@ from .data import Inference, Source, batches, class_names, describe_source
 
 _logger = logging.getLogger(__name__)
 
-#: Penalties of the regression, of which the best one is taken.
+#: Penalties of the regression; the best one is taken.
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
 #: Value of the constant feature; it is large, so that the bias is hardly penalised.
 CONSTANT = 100.0

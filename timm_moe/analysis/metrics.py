@@ -20,19 +20,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
 
-__all__ = [
-    "AUROC",
-    "BrierScore",
-    "CalibrationError",
-    "CosineSimilarity",
-    "Disagreement",
-    "ErrorRate",
-    "FPRAt95",
-    "NegativeLogLikelihood",
-    "NormalizedDisagreement",
-    "PairwiseKL",
-]
-
 
 def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
     """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C).

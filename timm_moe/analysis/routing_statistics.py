@@ -20,7 +20,7 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..layers import EwaMlp, MoeMlp, Routing
+from ..layers import MoeMlp, Routing
 from .data import Inference, batches, class_names
 from .segmentation import MaskedImages, majority_labels
 
@@ -50,15 +50,22 @@ class RouterCall:
 
 
 class RouterWatcher:
-    """A context in which every call of the routers of some layers is noted. The forward itself does not change.
+    """A context that notes every call of some routers and counts their choices. The forward itself does not change.
 
     Args:
         layers: expert layers by name, as :func:`timm_moe.convert.blocks.moe_layers` gives them.
+        count: from a call and the labels of its batch to the counts (B, M, E), or (B, P, M, E) for labels of patches.
     """
 
-    def __init__(self, layers: Mapping[str, MoeMlp]):
+    def __init__(
+        self, layers: Mapping[str, MoeMlp], count: Callable[[RouterCall, Tensor], Tensor] | None = None
+    ) -> None:
         self._layers = layers
+        self._count = count or _count_of_images
+        self._noted: list[RouterCall] = []
         self._calls: list[RouterCall] = []
+        self._counts: list[list[Tensor]] = []
+        self._labels: list[Tensor] = []
 
     def __enter__(self) -> "RouterWatcher":
         self._handles = [
@@ -70,16 +77,48 @@ class RouterWatcher:
         for handle in self._handles:
             handle.remove()
 
-    def take(self) -> list[RouterCall]:
-        """The calls since the last time, in their order."""
-        total, seen = Counter(call.name for call in self._calls), Counter[str]()
-        taken = []
-        for call in self._calls:
+    def end_batch(self, labels: Tensor) -> list[RouterCall]:
+        """Count the choices of a batch with labels (B,) of images or (B, P) of patches, and return its calls."""
+        total, seen = Counter(call.name for call in self._noted), Counter[str]()
+        self._calls = []
+        for call in self._noted:
             seen[call.name] += 1
             name = call.name if total[call.name] == 1 else f"{call.name} (call {seen[call.name]})"
-            taken.append(replace(call, name=name))
-        self._calls = []
-        return taken
+            self._calls.append(replace(call, name=name))
+        self._noted = []
+        self._counts.append([self._count(call, labels) for call in self._calls])
+        self._labels.append(labels)
+        return self._calls
+
+    def routes(self, class_name: Callable[[int], str], ignore_index: int | None = None) -> list["Routes"]:
+        """The routes of all batches, for each call of a forward.
+
+        Args:
+            class_name: from the number of a class.
+            ignore_index: label of patches without a class.
+
+        Raises:
+            ValueError: if no patch has a class.
+        """
+        numbers = torch.cat(self._labels)
+        known = numbers != ignore_index if ignore_index is not None else torch.ones_like(numbers, dtype=torch.bool)
+        if not known.any():
+            raise ValueError(f"Most pixels of every patch have the label {ignore_index}, so no patch has a class.")
+        present, labels = numbers[known].unique(return_inverse=True)
+        classes = [class_name(number) for number in present.tolist()]
+        image_I = known.nonzero()[:, 0] if numbers.ndim == 2 else None
+        return [
+            Routes(
+                call.name,
+                call.chosen_TK.shape[1],
+                call.layer.routed_by.routing_degree(),
+                torch.cat(counts)[known],
+                labels,
+                classes,
+                image_I,
+            )
+            for call, counts in zip(self._calls, zip(*self._counts, strict=True), strict=True)
+        ]
 
     def _note(self, name: str, router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
         layer, kept_TK = self._layers[name], routing.experts()
@@ -87,7 +126,7 @@ class RouterWatcher:
         if (kept_TK == layer.num_experts).any():
             with layer.routed_by.dropping_nothing():
                 chosen_TK = router.forward(inputs[0]).experts()  # forward, so that this call is not noted too
-        self._calls.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
+        self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
 
 
 @dataclass(frozen=True)
@@ -201,22 +240,18 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
     Args:
         model: from :func:`timm_moe.analysis.data.load_classifiers`.
         images: from :func:`timm_moe.analysis.data.image_folder`.
-        inference: how forwards are run.
+        inference: settings of the forwards.
 
     Raises:
         ValueError: if the model has no expert layers, or none with a router that depends on the images.
     """
     inference = inference or Inference()
-    calls: list[RouterCall] = []
-    counts, labels = [], []
     with torch.inference_mode(), RouterWatcher(routed_layers(model)) as watcher:
         for (x,), label_B in batches([model], images, inference):
             with inference.autocast():
                 model(x)
-            calls = watcher.take()
-            counts.append([count_choices(call, len(label_B)) for call in calls])
-            labels.append(label_B.cpu())
-    return routes_of(calls, counts, torch.cat(labels), class_names(images).__getitem__)
+            watcher.end_batch(label_B.cpu())
+    return watcher.routes(class_names(images).__getitem__)
 
 
 def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference | None = None) -> list[Routes]:
@@ -228,32 +263,21 @@ def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Infe
     Args:
         model: on its device, in eval mode.
         images: at the size that the model takes.
-        inference: how forwards are run.
+        inference: settings of the forwards.
 
     Raises:
         ValueError: as ``collect_routes``; if a router does not see the patches of the images one by one; if a pair of
             image and mask cannot be used; or if no patch has a class.
     """
     inference = inference or Inference()
-    calls: list[RouterCall] = []
-    counts, labels, numbers = [], [], []
     layers = routed_layers(model)
     grid, prefix = patch_grid(model)
-    done = 0
-    with torch.inference_mode(), RouterWatcher(layers) as watcher:
+    with torch.inference_mode(), RouterWatcher(layers, partial(_count_of_patches, prefix)) as watcher:
         for x, labels_BHW in images.batches(inference):
             with inference.autocast():
                 model(x)
-            calls = watcher.take()
-            labels_BP = majority_labels(labels_BHW, grid)
-            known_BP = labels_BP != images.ignore_index
-            counts.append([_count_of_patches(call, labels_BP.shape, prefix)[known_BP] for call in calls])
-            labels.append(labels_BP[known_BP])
-            numbers.append(done + known_BP.nonzero()[:, 0])
-            done += len(labels_BP)
-    if not any(map(len, labels)):
-        raise ValueError(f"Most pixels of every patch have the label {images.ignore_index}, so no patch has a class.")
-    return routes_of(calls, counts, torch.cat(labels), images.class_name, torch.cat(numbers))
+            watcher.end_batch(majority_labels(labels_BHW, grid))
+    return watcher.routes(images.class_name, images.ignore_index)
 
 
 def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
@@ -267,8 +291,9 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
     routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
     if not routed:
-        kinds = "random partitions" if all(isinstance(layer, EwaMlp) for layer in layers.values()) else "so made"
-        raise ValueError(f"All expert layers of this model are {kinds}, which do not depend on the images.")
+        raise ValueError(
+            "All expert layers of this model are random partitions or fused, which do not depend on the images."
+        )
     return routed
 
 
@@ -285,61 +310,29 @@ def patch_grid(model: nn.Module) -> tuple[tuple[int, int], int]:
     return tuple(grid), prefix
 
 
-def count_choices(call: RouterCall, images: int) -> Tensor:
+def _count_of_images(call: RouterCall, label_B: Tensor) -> Tensor:
     """(B, M, E) choices of each image for each expert; an ensemble's layer sees an image once for each member."""
-    copies = len(call.x) // images
-    return _count(call.chosen_TK.reshape(images, copies, -1), call.layer.num_experts).int().cpu()
+    copies = len(call.x) // len(label_B)
+    return _count(call.chosen_TK.reshape(len(label_B), copies, -1), call.layer.num_experts).int().cpu()
 
 
-def _count_of_patches(call: RouterCall, patches: Sequence[int], prefix: int) -> Tensor:
-    """(B, P, M, E) choices of each patch for each expert."""
-    images, tokens = patches[0], prefix + patches[1]
+def _count_of_patches(prefix: int, call: RouterCall, labels_BP: Tensor) -> Tensor:
+    """(B, P, M, E) choices of each patch for each expert, after so many other tokens."""
+    images, patches = labels_BP.shape
     rows, top_k = call.chosen_TK.shape
-    if rows % (images * tokens):
+    if rows % (images * (prefix + patches)):
         raise ValueError(
-            f"{call.name} routes {rows // images} rows of an image, which are not its {patches[1]} patches and "
-            f"{prefix} other tokens."
+            f"{call.name} routes {rows // images} rows of an image, which are not its {patches} patches and {prefix} "
+            "other tokens."
         )
-    expert_BMPK = call.chosen_TK.view(images, -1, tokens, top_k)[:, :, prefix:]
+    expert_BMPK = call.chosen_TK.view(images, -1, prefix + patches, top_k)[:, :, prefix:]
     return _count(expert_BMPK.transpose(1, 2), call.layer.num_experts).to(torch.uint8).cpu()
 
 
 def _count(expert: Tensor, num_experts: int) -> Tensor:
     """(..., E) how often each expert is in the last dimension of (..., N)."""
-    count = expert.new_zeros(*expert.shape[:-1], num_experts + 1)  # a router of another's may drop choices all the same
+    count = expert.new_zeros(*expert.shape[:-1], num_experts + 1)  # a plugged-in router may still drop choices
     return count.scatter_add_(-1, expert, torch.ones_like(expert))[..., :-1]
-
-
-def routes_of(
-    calls: Sequence[RouterCall],
-    counts: Sequence[Sequence[Tensor]],
-    numbers: Tensor,
-    class_name: Callable[[int], str],
-    image_I: Tensor | None = None,
-) -> list[Routes]:
-    """The routes of each call of a forward.
-
-    Args:
-        calls: of one batch; all have the same.
-        counts: of each batch the counts of each call.
-        numbers: (I,) of the classes.
-        class_name: from a number.
-        image_I: see :class:`Routes`.
-    """
-    present, labels = numbers.unique(return_inverse=True)
-    classes = [class_name(number) for number in present.tolist()]
-    return [
-        Routes(
-            call.name,
-            call.chosen_TK.shape[1],
-            call.layer.routed_by.routing_degree(),
-            torch.cat(of_batches),
-            labels,
-            classes,
-            image_I,
-        )
-        for call, of_batches in zip(calls, zip(*counts, strict=True), strict=True)
-    ]
 
 
 def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
@@ -370,8 +363,8 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
 def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
     """The numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
 
-    The routing degree is the number of ways through the experts, C(E, K)^L in L layers; of an ensemble, those of all
-    members together.
+    The routing degree is the number of ways through the experts, C(E, K)^L in L layers. In an ensemble the ways of all
+    members count together.
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
     kept = [routes.degree for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]

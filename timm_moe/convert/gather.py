@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..layers.kept_mean import mean_over_experts
+from ..layers.experts import mean_over_experts
 
 Weights = Mapping[str, Tensor]
 

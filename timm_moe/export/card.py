@@ -79,29 +79,17 @@ model.load_state_dict(load_file(file))
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything in a card that depends on the library which loads the model.
-
-    Attributes:
-        library: by the Hub's name.
-        architecture: name of the model in the library.
-        kind: one sentence that describes the model.
-        use: Markdown that shows how it is loaded.
-        sizes: numbers of parameters.
-        tags: of the Hub, besides those of this package.
-        task: of the Hub, if it is known.
-        license: the one in config.json.
-        experts: of a model that still has them.
-    """
+    """Everything in a card that depends on the library which loads the model."""
 
     library: str
     architecture: str
-    kind: str
-    use: str
-    sizes: dict[str, int]
+    kind: str  # a sentence that describes the model
+    use: str  # Markdown that shows how it is loaded
+    sizes: dict[str, int]  # numbers of parameters
     tags: list[str]
     task: str | None
     license: str | None
-    experts: Experts | None = None
+    experts: Experts | None = None  # of a model that still has them
 
 
 def timm_facts(model: nn.Module, destination: Destination) -> Facts:

@@ -114,7 +114,7 @@ def export_dense(
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: export weights that contain NaN or Inf.
         **options: ``spec``, ``use_ema``, ``model_args``, ``license``, ``example_inputs``, ``label_names`` and
-            ``label_descriptions``; see :class:`timm_moe.export.options.ModelOptions`. A model of transformers that does
+            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`. A model of transformers that does
             not state its image size needs ``example_inputs``; other modules are not compared without them.
 
     Raises:
@@ -158,14 +158,10 @@ def export_moe(
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: write weights that contain NaN or Inf.
-        **options: the others of :func:`export_dense`.
+        **options: the others of :func:`export_dense`, whose errors are raised too.
 
     Raises:
-        ValueError: if the source cannot be read, the model has no expert layers, no registered name or another number
-            of classes than names are given, its weights or outputs are not finite, or the written files do not give it
-            back.
-        TypeError: if there is no option of a name.
-        OSError: if the folder is in use or cannot be written.
+        ValueError: if the model has no expert layers or no registered name.
     """
     (settings,) = grouped({**options, "model_args": model_args}, ModelOptions)
     target = check_target(output_dir, overwrite)
@@ -199,11 +195,7 @@ def _load(
 ) -> _Candidate:
     """Load and check a source, and find out all that config.json and the comparison of outputs need.
 
-    Args:
-        source: of the user.
-        settings: of the user.
-        allow_nonfinite: let NaN and Inf pass.
-        method: how the experts will become one network; None if they remain.
+    ``method`` says how the experts will become one network; None if they remain.
     """
     model = _load_model(source, settings)
     if method is None:
@@ -218,7 +210,7 @@ def _load(
         has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
         labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
         loader = "timm with timm_moe" if method is None else "Stock timm"
-        layout = TimmFormat(settings.model_args, {**labels, ENTRY: history.to_config()}, loader)
+        layout = TimmFormat({**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
     else:
         layout = _foreign_layout(model, settings, history)
     return _Candidate(model, layout, inputs_for(model, settings.example_inputs))
@@ -303,7 +295,7 @@ def _refuse(model: nn.Module, **given: Any) -> None:
 
 
 def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
-    """Return the entries of config.json that name the classes: the user's, or else those in the model's own config."""
+    """Return the entries of config.json that name the classes: the user's, or else the model's own."""
     if settings.label_names is not None:
         return checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
@@ -327,14 +319,14 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
 def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, allow_nonfinite: bool) -> _Candidate:
     """Replace the experts of each layer by one network, and run the model for the comparison.
 
-    The outputs are those of the experts if the dense model computes the same function, otherwise of the dense model.
+    The experts give the expected outputs if the dense model computes the same function, otherwise the dense model does.
     """
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
         _logger.info(
-            "No dense model computes what routed experts do. What method=%r makes of them is a start for training: "
-            "evaluate it, or train it on as a student.",
+            "No dense model computes the function of routed experts. The network that method=%r makes of them is a "
+            "start for training: evaluate it, or train it further as a student.",
             method,
         )
     expected = source_outputs(model, candidate.inputs, allow_nonfinite) if exact else None

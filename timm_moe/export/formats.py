@@ -10,6 +10,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,20 @@ from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 FILES = ("model.safetensors", "config.json")
 
 
+@dataclass
 class TimmFormat:
     """Layout that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
-    Args:
-        model_args: arguments of ``timm.create_model``, beside the arguments that timm has recorded.
+    Attributes:
         entries: of config.json, beside timm's own.
+        model_args: arguments of ``timm.create_model``, beside the arguments that timm has recorded.
         loader: name of the reader for error messages.
     """
 
+    entries: dict[str, Any]
+    model_args: dict[str, Any]
+    loader: str
     library = "timm"
-
-    def __init__(self, model_args: dict[str, Any] | None, entries: dict[str, Any], loader: str):
-        self.model_args, self.entries, self.loader = model_args or {}, entries, loader
 
     def write(self, model: nn.Module, folder: Path) -> None:
         if hasattr(timm.models, "get_model_args"):  # it knows later changes, too
@@ -63,17 +65,12 @@ class TimmFormat:
         return load_checked(folder, self.loader)
 
 
+@dataclass
 class TransformersFormat:
-    """Layout that ``from_pretrained`` of a class of Hugging Face transformers reads.
+    """Layout that ``from_pretrained`` of a class of Hugging Face transformers reads."""
 
-    Args:
-        entries: of config.json, beside the model's own config.
-    """
-
+    entries: dict[str, Any]
     library = "transformers"
-
-    def __init__(self, entries: dict[str, Any]):
-        self.entries = entries
 
     def write(self, model: Any, folder: Path) -> None:
         self.written = model
@@ -90,19 +87,15 @@ class TransformersFormat:
         return model
 
 
+@dataclass
 class StateDictFormat:
     """Layout that ``model.load_state_dict(load_file("FOLDER/model.safetensors"))`` reads.
 
     Its config.json names the class in words that neither timm nor transformers takes for a model of its own.
-
-    Args:
-        entries: of config.json, beside the class.
     """
 
+    entries: dict[str, Any]
     library = "pytorch"
-
-    def __init__(self, entries: dict[str, Any]):
-        self.entries = entries
 
     def write(self, model: nn.Module, folder: Path) -> None:
         self.written = model

@@ -1,4 +1,4 @@
-"""Where weights came from, as far as it is known; kept in the config.json beside them."""
+"""The origin and training of weights, as far as they are known; recorded in the config.json beside them."""
 
 import csv
 import json
@@ -103,7 +103,7 @@ class Experts(_Record):
 
 @dataclass(frozen=True)
 class History(_Record):
-    """Where weights came from, in words that may be published: no paths.
+    """Origin and training of weights, in words that may be published: no paths.
 
     Attributes:
         file: name of the checkpoint or folder, or ``hf-hub:`` name; None for a model in memory.

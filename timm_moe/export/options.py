@@ -13,7 +13,7 @@ from ..checkpoints.source import ModelSpec, describe
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a source is read, and the entries of config.json that the user states.
+    """Options for reading a source, and entries of config.json that the user states.
 
     Attributes:
         spec: model to create for a file that does not name it, or its preprocessing; for models of timm.

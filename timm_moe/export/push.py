@@ -97,11 +97,11 @@ def push_dense(
         svd_ratio: for ``method="svd"``, see there.
         **options: of the commit: ``revision``, a branch that is created if it does not exist, ``create_pr``, open a
             pull request instead, and ``dry_run``, do everything but upload, without login and network; see
-            :class:`timm_moe.export.options.Destination`. Of the card: ``license``, ``dataset`` and ``metrics``, as
-            ``{"top1": 77.1}``; see :class:`timm_moe.export.options.Statements`. By default the data set and the results
-            are those that train.py recorded, if the published model computes the function that was measured. Of the
+            :class:`timm_moe.export.Destination`. Of the card: ``license``, ``dataset`` and ``metrics``, as
+            ``{"top1": 77.1}``; see :class:`timm_moe.export.Statements`. By default the data set and the results
+            come from train.py, the results only if the published model computes the function that was measured. Of the
             model: ``spec``, ``use_ema``, ``model_args``, ``example_inputs``, ``label_names`` and
-            ``label_descriptions``; see :class:`timm_moe.export.options.ModelOptions`.
+            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`.
 
     Raises:
         ValueError: if an option is wrong, the export fails, or the Hub rejects the card.

@@ -1,4 +1,4 @@
-"""Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
+"""Expert layers in plain PyTorch, without timm, training loops or files."""
 
 from .dispatch import Routing
 from .ensemble import MemberLoss, Tile, ensemble_log_probabilities

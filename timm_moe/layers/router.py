@@ -3,27 +3,10 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from .dispatch import Routing, assign_all
-
-
-class ScriptableChoice(NamedTuple):
-    """How a router chooses in eval mode, in terms that TorchScript has.
-
-    Attributes:
-        weight: (E, D) of the linear layer whose outputs are the logits.
-        top_k: K, experts of each row.
-        gate_mode: see :class:`TopKRouter`.
-        by_image: whether the first row of each image chooses for all of its rows.
-    """
-
-    weight: Tensor
-    top_k: int
-    gate_mode: str
-    by_image: bool
 
 
 class Router(nn.Module):
@@ -64,10 +47,6 @@ class Router(nn.Module):
     def dropping_nothing(self) -> Iterator[None]:
         """For the time of the block no choice is dropped in eval mode."""
         yield
-
-    def scriptable_choice(self) -> ScriptableChoice:
-        """For TorchScript; RuntimeError if it cannot choose as this router does."""
-        raise RuntimeError(f"TorchScript has no {type(self).__name__}: trace the model in eval mode instead.")
 
 
 def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:

@@ -1,4 +1,4 @@
-"""Who decides which rows go to which expert.
+"""The routers: each decides which rows go to which expert.
 
 Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, B images (entries of the
 batch) of a group, N rows of an image, M members of an ensemble.
@@ -12,25 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_flag, check_integer, check_number
+from .checks import check_choice, check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
-from .draws import drawn
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .records import RecordingRouter
-from .router import Router, ScriptableChoice
+from .router import Router
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
-#: What becomes of the gates of the chosen experts: kept, all one, or divided by their sum.
+#: Factors of the chosen experts: their gates, all one, or their gates divided by the sum of these.
 GATE_MODES = ("prob", "one", "renorm")
 
 
 class RandomPartition(Router):
-    """Random uniform partition of all rows over the experts, drawn anew at each call (EWA, section 3.1, eqs. 4-5).
+    """Random uniform partition of all rows over the experts, a new one in each call (EWA, section 3.1, eqs. 4-5).
 
-    The parts have equal size; where T is not divisible by E the first ``T % E`` experts get one row more. The
-    permutation comes from torch's global generator of the rows' device, whose state gradient checkpointing has to bring
-    back (as it does by default): a repetition of the forward in backward with another partition is an error.
+    The parts have equal size; if E does not divide T, the first ``T % E`` experts get one row more. The permutation
+    comes from torch's global generator of the rows' device. Gradient checkpointing has to restore the generator's state
+    (``preserve_rng_state=True``, its default), or the gradients are wrong.
 
     Args:
         num_experts: E.
@@ -43,25 +42,25 @@ class RandomPartition(Router):
         rows = math.prod(x.shape[:-1])
         quotient, remainder = rows // self.num_experts, rows % self.num_experts  # torch.compile knows no divmod
         number = torch.arange(1, self.num_experts + 1, device=x.device)
-        order = drawn(torch.randperm(rows, device=x.device))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(rows, device=x.device)
-        return Routing(order, number * quotient + number.clamp(max=remainder), place.unsqueeze(1), None)
+        token_indices = torch.randperm(rows, device=x.device)
+        slots = torch.empty_like(token_indices)
+        slots[token_indices] = torch.arange(rows, device=x.device)
+        return Routing(token_indices, number * quotient + number.clamp(max=remainder), slots.unsqueeze(1), None)
 
 
 class TopKRouter(RecordingRouter):
     """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
 
-    The gate is the softmax over all experts, taken before the choice and not renormalised after it. Logits, gates and
-    losses are computed in float32 at least, under autocast too.
+    The gate is the softmax over all experts, taken before the choice. Logits, gates and losses are computed in float32
+    at least, under autocast too.
 
     Args:
         dim: D.
         num_experts: E.
         top_k: K, experts of each row.
         noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the logits.
-        capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices of a group and the
-            others are dropped; None to drop nothing.
+        capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices of a group, and
+            further ones are dropped; None to drop nothing.
         eval_capacity_factor: the same in eval mode.
         capacity_multiple: the capacity is rounded up to a multiple of this.
         capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
@@ -71,11 +70,9 @@ class TopKRouter(RecordingRouter):
         loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of first choices) and
             ``"balance_top_k"`` (of all choices), 0 if not given.
         gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
-            its losses alone; ``"renorm"``, its gate divided by the sum of the chosen ones'.
-        device: of the weight.
-        dtype: of the weight.
+            its losses alone; ``"renorm"``, its gate divided by the sum of the chosen experts' gates.
 
-    Subclasses change among which experts a row chooses (``_logits``, ``_experts``), what is a group (``_groups``,
+    Subclasses change the experts among which a row chooses (``_logits``, ``_experts``), the groups (``_groups``,
     ``_loss_groups``, ``_capacity``) and when there is noise (``_is_noisy``).
 
     Attributes:
@@ -99,8 +96,6 @@ class TopKRouter(RecordingRouter):
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
         gate_mode: str = "prob",
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         loss_weights = dict(loss_weights or {})
         check_integer("top_k", top_k, 1, num_experts)
@@ -110,10 +105,8 @@ class TopKRouter(RecordingRouter):
         check_integer("capacity_multiple", capacity_multiple, 1)
         check_integer("group_images", group_images, 1, or_none=True)
         check_flag("batch_priority", batch_priority)
-        if not isinstance(capacity_rounding, str) or capacity_rounding not in ROUNDINGS:
-            raise ValueError(f"capacity_rounding must be one of {', '.join(ROUNDINGS)}, got {capacity_rounding!r}.")
-        if gate_mode not in GATE_MODES:
-            raise ValueError(f"gate_mode must be one of {', '.join(GATE_MODES)}, got {gate_mode!r}.")
+        check_choice("capacity_rounding", capacity_rounding, ROUNDINGS)
+        check_choice("gate_mode", gate_mode, GATE_MODES)
         for name, weight in loss_weights.items():
             if name not in LOSSES:
                 raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
@@ -132,7 +125,7 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
-        self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,23 +138,12 @@ class TopKRouter(RecordingRouter):
 
     @contextmanager
     def dropping_nothing(self) -> Iterator[None]:
-        """For the time of the block the capacity of eval mode is not in force."""
+        """Suspend the capacity of eval mode."""
         factor, self.eval_capacity_factor = self.eval_capacity_factor, None
         try:
             yield
         finally:
             self.eval_capacity_factor = factor
-
-    def scriptable_choice(self) -> ScriptableChoice:
-        """Without capacities; subclasses that choose in another way have none."""
-        if type(self) not in (TopKRouter, ImageRouter):
-            return super().scriptable_choice()  # raises
-        if self.eval_capacity_factor is not None:
-            raise RuntimeError(
-                f"TorchScript has no capacities, here eval_capacity_factor={self.eval_capacity_factor}: trace the "
-                "model in eval mode instead."
-            )
-        return ScriptableChoice(self.weight, self.top_k, self.gate_mode, self.routing_unit == "image")
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B, ..., D).
@@ -178,16 +160,17 @@ class TopKRouter(RecordingRouter):
             logits_GBNE = self._logits(x_GBND)
             noisy_GBNE = self._with_noise(logits_GBNE)
             gate_GBNE = noisy_GBNE.softmax(3)
-            weight_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
-            weight_GSK, expert_GSK = weight_GBNK.flatten(1, 2), self._experts(choice_GBNK).flatten(1, 2)
-            routing = self._assign(expert_GSK, weight_GSK, capacity)
+            chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
+            expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
+            routing = self._assign(expert_GSK, chosen_GBNK.flatten(1, 2), capacity)
             if self.is_recording():
-                load = expert_GSK.new_zeros(self.num_experts)
-                load = load.scatter_add_(0, expert_GSK.flatten(), torch.ones_like(expert_GSK).flatten())
+                expert_N = expert_GSK.flatten()
+                tokens_per_expert = expert_N.new_zeros(self.num_experts)
+                tokens_per_expert = tokens_per_expert.scatter_add_(0, expert_N, torch.ones_like(expert_N))
                 self.record(
                     self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
-                    load=load,
-                    dropped=load.sum() - routing.offsets[-1],
+                    load=tokens_per_expert,
+                    dropped=tokens_per_expert.sum() - routing.offsets[-1],
                     finite=logits_GBNE.isfinite().all(),
                 )
         return routing
@@ -195,17 +178,16 @@ class TopKRouter(RecordingRouter):
     def probabilities(self, x: Tensor) -> Tensor | None:
         return self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])).softmax(3).flatten(0, 2)
 
-    def _assign(self, expert_GSK: Tensor, weight_GSK: Tensor, capacity: int | None) -> Routing:
-        gated_GSK = self._gated(weight_GSK)
-        if capacity is None:
-            return assign_all(expert_GSK.flatten(0, 1), gated_GSK.flatten(0, 1), self.num_experts)
-        line = queue(expert_GSK, self.num_experts, weight_GSK[..., 0] if self.batch_priority else None)
-        return assign(expert_GSK, gated_GSK, line, capacity)
-
-    def _gated(self, weight_GSK: Tensor) -> Tensor:
+    def _assign(self, expert_GSK: Tensor, gate_GSK: Tensor, capacity: int | None) -> Routing:
+        factor_GSK = gate_GSK
         if self.gate_mode == "one":
-            return torch.ones_like(weight_GSK)
-        return weight_GSK / weight_GSK.sum(2, keepdim=True) if self.gate_mode == "renorm" else weight_GSK
+            factor_GSK = torch.ones_like(gate_GSK)
+        elif self.gate_mode == "renorm":
+            factor_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
+        if capacity is None:
+            return assign_all(expert_GSK.flatten(0, 1), factor_GSK.flatten(0, 1), self.num_experts)
+        line = queue(expert_GSK, self.num_experts, gate_GSK[..., 0] if self.batch_priority else None)
+        return assign(expert_GSK, factor_GSK, line, capacity)
 
     def _groups(self, batch: int) -> int:
         size = self.group_images
@@ -219,12 +201,12 @@ class TopKRouter(RecordingRouter):
         return max(1, batch // size)
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
-        """(G, B, N, E) of the experts among which a row chooses."""
+        """(G, B, N, E) logits of the experts among which a row chooses."""
         dtype = torch.promote_types(x_GBND.dtype, torch.float32)
         return nn.functional.linear(x_GBND.to(dtype), self.weight.to(dtype))
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
-        """The chosen experts, among all."""
+        """The chosen experts, counted among all experts."""
         return choice_GBNK
 
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
@@ -237,7 +219,7 @@ class TopKRouter(RecordingRouter):
     def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
         if not (self.noise_std and self._is_noisy()):
             return logits_GBNE
-        return logits_GBNE + drawn(torch.randn_like(logits_GBNE)) * (self.noise_std / logits_GBNE.shape[3])
+        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
 
     def _capacity(self, rows: int) -> int | None:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
@@ -249,7 +231,7 @@ class TopKRouter(RecordingRouter):
         return at_most(capacity, rows)
 
     def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
-        """Mean over the groups of each loss that has a weight; zero of an empty batch."""
+        """Mean over the groups of each loss that has a weight; zero for an empty batch."""
         if logits_GSE.shape[1] == 0:
             return dict.fromkeys(self.loss_weights, logits_GSE.sum())
         std = self.noise_std / logits_GSE.shape[2]
@@ -276,7 +258,7 @@ class ImageRouter(TopKRouter):
     routing_unit = "image"
 
     def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B, N, D) by the first of each image.
+        """Route the rows of x of shape (B, N, D) by the first row of each image.
 
         Raises:
             ValueError: if x has another number of dimensions, and as :class:`TopKRouter`.
@@ -334,9 +316,9 @@ class TiledRouter(TopKRouter):
 
 
 class TilingRouter(TiledRouter):
-    """All experts for every member, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
+    """Lets every member choose among all experts, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
 
-    Members differ by the noise on their logits alone, so it is added in eval mode too. Arguments as
+    Members differ only by the noise on their logits, so it is added in eval mode too. Arguments as
     :class:`TiledRouter`.
 
     Raises:
@@ -352,16 +334,16 @@ class TilingRouter(TiledRouter):
         return True
 
     def routing_degree(self) -> int:
-        """That of all members together."""
+        """Number of sets of experts for all members together."""
         return super().routing_degree() ** self.ensemble_size
 
 
 class EnsembleRouter(TiledRouter):
-    """Routers of the M members of an ensemble, each for its own part of the experts (pBE, arXiv 2110.03360, section 4).
+    """Gives each of the M members of an ensemble its own part of the experts (pBE, arXiv 2110.03360, section 4).
 
-    Member m chooses among experts m E/M to (m + 1) E/M - 1, as a router of its own would: the softmax is over these,
-    the noise has a standard deviation of ``noise_std * M / E``, an expert's capacity is that of E/M experts and the
-    rows of one member, and losses are means over the members.
+    Member m chooses among experts m E/M to (m + 1) E/M - 1 as a separate router would: the softmax is over these
+    experts, the noise has a standard deviation of ``noise_std * M / E``, the capacity is for E/M experts and the rows
+    of one member, and losses are means over the members.
 
     Arguments as :class:`TiledRouter`.
 
@@ -382,14 +364,14 @@ class EnsembleRouter(TiledRouter):
             )
 
     def routing_degree(self) -> int:
-        """That of all members together."""
+        """Number of sets of experts for all members together."""
         return math.comb(self.num_experts // self.ensemble_size, self.top_k) ** self.ensemble_size
 
     def _by_member(self, x_GBN: Tensor) -> Tensor:
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
-        # A product with all experts, of which a member's own are kept, costs less than bringing members together.
+        # Computing all experts' logits and keeping a member's own costs less than sorting rows by member.
         logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(-1, (self.ensemble_size, -1))
         return logits_GBMNME.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
@@ -408,15 +390,15 @@ class EnsembleRouter(TiledRouter):
 class PartitionedRouter(EnsembleRouter):
     """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning").
 
-    As :class:`EnsembleRouter`, with every row in the part of every member.
+    Like :class:`EnsembleRouter`, with every row in the part of every member.
     """
 
     def probabilities(self, x: Tensor) -> Tensor | None:
-        """A row has as many choices as there are parts."""
+        """None: a row chooses in each part."""
         return None
 
     def experts_of_row(self) -> int:
-        """K of each part."""
+        """Number of experts that a row goes to, K in each part."""
         return self.top_k * self.ensemble_size
 
     def forward(self, x: Tensor) -> Routing:
@@ -432,10 +414,10 @@ class PartitionedRouter(EnsembleRouter):
 
 
 class MultiHeadRouter(TopKRouter):
-    """Gives each of the K choices of a row to a copy of the row of its own (pBE, naive multi-head MoE, eq. 2).
+    """Gives each of the K choices of a row a copy of the row (pBE, naive multi-head MoE, eq. 2).
 
-    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. Arguments as
-    :class:`TopKRouter`, which decides by the first of the copies.
+    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The first copy decides.
+    Arguments as :class:`TopKRouter`.
     """
 
     def forward(self, x: Tensor) -> Routing:
@@ -454,7 +436,7 @@ class MultiHeadRouter(TopKRouter):
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and indices of the k largest entries of the last dimension; of equal ones the first, unlike topk."""
+    """Values and indices of the k largest entries of the last dimension; unlike topk, the first of equal ones."""
     if k == 1:
         return gate.max(-1, keepdim=True)
     rest, chosen = gate.detach(), []

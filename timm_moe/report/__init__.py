@@ -54,7 +54,7 @@ def write_report(
         ood_images: images of other data, which the confidence should tell apart.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
-        inference: how forwards are run.
+        inference: settings of the forwards.
 
     Returns:
         The page.

@@ -37,8 +37,7 @@ def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.C
         .encode(
             x=alt.X("epoch:Q", title="epoch", axis=alt.Axis(format="d", values=ticks)),
             y=alt.Y("value:Q", title=y_title, axis=axis, scale=scale),
-            color=_colour(series).legend(legend),
-            strokeDash=alt.StrokeDash(f"{series}:N", title=series).legend(legend),
+            **_series(series, legend),
             tooltip=[f"{series}:N", "epoch:Q", alt.Tooltip("value:Q", format=".1%" if percent else ".4")],
         )
         .properties(width="container", height=240)
@@ -97,8 +96,7 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
         .encode(
             x=alt.X("value:Q", title=x_title, axis=alt.Axis(format="%")),
             y=alt.Y("share:Q", title=y_title, axis=alt.Axis(format="%")),
-            color=_colour(series),
-            strokeDash=alt.StrokeDash(f"{series}:N", title=series),
+            **_series(series),
             tooltip=[f"{series}:N", alt.Tooltip("value:Q", format=".0%"), alt.Tooltip("share:Q", format=".1%")],
         )
         .properties(width="container", height=240)
@@ -117,8 +115,7 @@ def reliability(rows: Rows) -> Any:
         .encode(
             x=alt.X("confidence:Q", title="confidence (mean of the bin)", axis=percent),
             y=alt.Y("accuracy:Q", title="accuracy", axis=percent, scale=alt.Scale(domain=[0, 1])),
-            color=_colour("model"),
-            strokeDash=alt.StrokeDash("model:N", title="model"),
+            **_series("model"),
             tooltip=["model:N", *shares, "images:Q"],
         )
     )
@@ -138,5 +135,10 @@ def _chart(rows: Rows) -> alt.Chart:
     return alt.Chart(alt.Data(values=list(rows)))
 
 
-def _colour(series: str) -> alt.Color:
-    return alt.Color(f"{series}:N", title=series, scale=alt.Scale(range=list(ALL_COLOURS)))
+def _series(series: str, legend: Any = alt.Undefined) -> dict[str, Any]:
+    """A colour and a dash for each series; the same legend explains both."""
+    colours = alt.Scale(range=list(ALL_COLOURS))
+    return {
+        "color": alt.Color(f"{series}:N", title=series, scale=colours, legend=legend),
+        "strokeDash": alt.StrokeDash(f"{series}:N", title=series, legend=legend),
+    }

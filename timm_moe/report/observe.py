@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..analysis.data import Inference, batches, class_names
 from ..analysis.evaluation import Figures, confidence, member_log_probabilities, predictions
 from ..analysis.metrics import ensemble_log_probabilities
-from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes, count_choices, routes_of
+from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes
 from ..convert.blocks import moe_layers
 from ..model_config import preprocessing
 
@@ -118,7 +118,7 @@ def observe(
         name: for messages.
         images: from :func:`timm_moe.analysis.data.image_folder`.
         ood_images: images of other data.
-        inference: how forwards are run.
+        inference: settings of the forwards.
 
     Raises:
         ValueError: if an output is NaN, or an image cannot be read.
@@ -127,8 +127,7 @@ def observe(
     figures, config = Figures(model.num_classes), preprocessing(model)  # type: ignore[arg-type]
     number = min(len(images), SHOWN)
     shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread
-    labels, predicted, sure, pixels, ood, counts = [], [], [], [], [], []
-    calls: list[RouterCall] = []
+    labels, predicted, sure, pixels, ood = [], [], [], [], []
     layers: dict[str, _Layer] = {}
     routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
     first = 0
@@ -137,9 +136,7 @@ def observe(
             log_p_BMC = member_log_probabilities(model, name, x, inference)
             label_B, pixels_B = label_B.cpu(), _bytes(x, config)
             own = [index - first for index in shown if first <= index < first + len(label_B)]
-            calls = watcher.take()
-            counts.append([count_choices(call, len(label_B)) for call in calls])
-            for call in calls:
+            for call in watcher.end_batch(label_B):
                 layer = layers.setdefault(call.name, _Layer(call, model, pixels_B))
                 layer.add(call, pixels_B, label_B, own)
             for here, there in pairwise(layers.values()):
@@ -155,7 +152,7 @@ def observe(
             figures.update_ood(log_p_BMC)
             ood.append(confidence(log_p_BMC))
     classes = class_names(images)
-    routes = routes_of(calls, counts, torch.cat(labels), classes.__getitem__)
+    routes = watcher.routes(classes.__getitem__)
     return Observation(
         classes=classes,
         labels=torch.cat(labels),
@@ -185,7 +182,7 @@ class _Layer:
         self._shown: list[tuple[Tensor, Tensor]] = []
 
     def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
-        """Take in a batch, of which some images are shown."""
+        """Take in a batch and the indices of its images that are shown."""
         probability = call.layer.routed_by.probabilities(call.x)
         if probability is not None:
             gate = probability.amax(-1)

@@ -59,12 +59,12 @@ class Section:
 
 
 def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -> str:
-    """The HTML of a report. Parts of several models with the same title stand side by side.
+    """The HTML of a report, with the parts of several models side by side if they have the same title.
 
     Args:
         title: heading of the page.
         subtitle: a line below it.
-        sections: for each kind of section those of the models, by the models' names; empty ones are left out.
+        sections: for each kind of section one of each model, by the model's name; a kind without any is left out.
     """
     folder = files(__package__)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -93,5 +93,5 @@ def _rows(sections: Mapping[str, Section]) -> dict[str, list[tuple[str, Part]]]:
 
 
 def _data(value: Any) -> str:
-    """JSON that may stand in a script element."""
+    """JSON without characters that would end a script element."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

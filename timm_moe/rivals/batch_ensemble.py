@@ -73,7 +73,7 @@ class BatchEnsembleLinear(nn.Module):
         self._draw_factors()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take a dense layer's bias for every member, and keep the factors if the checkpoint has none."""
+        """Take a dense layer's bias for every member, and keep the factors that the checkpoint lacks."""
         bias = state_dict.get(f"{prefix}bias")
         if bias is not None and bias.ndim == 1:
             state_dict[f"{prefix}bias"] = bias.repeat(self.ensemble_size, 1)

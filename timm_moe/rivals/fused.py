@@ -11,7 +11,6 @@ from ..convert.registry import RouterSpec, register_router
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
 from ..layers.functional import call, no_autocast
-from ..layers.scripting import ScriptableMlp, replacing
 
 
 class Fusion(Router):
@@ -141,10 +140,6 @@ class FusedMlp(MoeMlp):
         if routing is not None:
             raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
         return call(self._ffn, self._fused(), x)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        fused = {name: stacked[0] for name, stacked in self.stacked_weights().items()}
-        return replacing(self, ScriptableMlp(self.to_ffn(fused)))
 
 
 def _weighted_sum(stacked: Tensor, weights_E: Tensor) -> Tensor:

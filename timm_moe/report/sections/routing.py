@@ -10,10 +10,9 @@ from .patches import patches_part, surest_part
 
 #: The words of this section.
 _WORDS = (
-    "A row is what an expert layer sees of one patch, or of the class token. A gate is how likely the router finds an "
-    "expert for a row, from 0 to 1. A choice is an expert that the router takes for a row; a row may have several, the "
-    "first is that with the largest gate. Where a router chooses for whole images, all rows of an image have the same "
-    "choices."
+    "A row is one patch, or the class token, at an expert layer. A gate is the router's probability of an expert for a "
+    "row, from 0 to 1. A choice is an expert that the router takes for a row. A row may have several choices; the "
+    "first has the largest gate. If a router chooses for whole images, all rows of an image have the same choices."
 )
 #: Words for how far the class decides the expert beyond chance, each with the share below which it is used.
 PREFERENCES = ((0.02, "No preference beyond chance"), (0.1, "Weak preferences"), (0.3, "Clear preferences"))
@@ -65,8 +64,8 @@ def _dead(layers: Sequence[LayerObservation]) -> str:
 def _dropped(layers: Sequence[LayerObservation]) -> str:
     choices = sum(_choices(layer) for layer in layers)
     dropped = sum(layer.dropped for layer in layers)
-    told = f"{dropped:,} of them found no place and were dropped." if dropped else "None of them was dropped."
-    return f"This counts {choices:,} choices in evaluation. {told}"
+    lost = f"{dropped:,} of them found no place and were dropped." if dropped else "None of them was dropped."
+    return f"This counts {choices:,} choices in evaluation. {lost}"
 
 
 def _choices(layer: LayerObservation) -> int:

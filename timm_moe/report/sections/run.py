@@ -97,7 +97,7 @@ def _part(
         text: sentences, or a function of the points in the chart.
         series: field whose values are the lines.
         y_title: of the values.
-        choice: field of which the reader chooses a value.
+        choice: field; the reader chooses one of its values.
         percent: values are shares.
     """
     known = [point for point in points if _is_finite(point["value"])]
@@ -106,8 +106,8 @@ def _part(
         return Part(title, lost) if lost else None
     chart = charts.lines(known, series, y_title, percent)
     chart = charts.chosen(chart, choice, choice) if choice else chart
-    told = text if isinstance(text, str) else text(known)
-    return Part(title, " ".join(filter(None, [told, lost])), chart.to_dict())
+    sentences = text if isinstance(text, str) else text(known)
+    return Part(title, " ".join(filter(None, [sentences, lost])), chart.to_dict())
 
 
 def _is_finite(value: float | None) -> bool:
@@ -124,8 +124,8 @@ def _lost(epochs: Sequence[int]) -> str:
             spans[-1][1] = epoch
         else:
             spans.append([epoch, epoch])
-    told = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
-    listed = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+    ranges = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+    listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
     return (
         f"Left out: epoch{'s' if len(epochs) > 1 else ''} {listed}, where it was not a finite number. The run may have "
         "diverged there."
@@ -223,11 +223,11 @@ def _load_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
         for expert, share in enumerate(layer.get("load") or [])
         if share is not None and share * len(layer["load"]) < DEAD
     ]
-    told = f"these had less than a tenth of an even share: {', '.join(idle)}"
+    little = "had less than a tenth of an even share"
+    found = f"these {little}: {', '.join(idle)}" if idle else f"none {little}"
     text = (
-        f"In the last epoch, {last['epoch']}, {told if idle else 'none had less than a tenth of an even share'}. The "
-        "chart has each expert's share of the choices. A line that falls to 0 is an expert that the router no longer "
-        "takes."
+        f"In the last epoch, {last['epoch']}, {found}. The chart has each expert's share of the choices. A line that "
+        "falls to 0 is an expert that the router no longer takes."
     )
     return _part("Is every expert used in training?", loads, text, "expert", "share of the choices", "layer", True)
 
@@ -248,8 +248,8 @@ def _router_losses_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     losses = [
         {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
         for entry in epochs
-        for layer, told in entry["layers"].items()
-        for name, value in told.get("losses", {}).items()
+        for layer, epoch_of_layer in entry["layers"].items()
+        for name, value in epoch_of_layer.get("losses", {}).items()
     ]
     text = (
         "These losses keep the experts evenly used, and are added to the training loss. Even use is 0 for importance "

@@ -53,7 +53,7 @@ def expert_similarity(
     Args:
         model: from :func:`timm_moe.analysis.data.load_classifiers`.
         images: some of them are run through the model, for the rows of each layer.
-        inference: how forwards are run.
+        inference: settings of the forwards.
     """
     layers = moe_layers(model)
     some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
