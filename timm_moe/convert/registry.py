@@ -80,6 +80,7 @@ class RouterSpec:
         share_schedule: default schedule of the share rate.
         averaged: average experts even if neither rate nor schedule is stated.
         check: raises ValueError if the model, or the options together, do not suit this router.
+        built_in: the router comes with this package, so no model has an argument with the name of one of its options.
     """
 
     name: str
@@ -93,6 +94,7 @@ class RouterSpec:
     share_schedule: str = "early"
     averaged: bool = False
     check: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
+    built_in: bool = False
 
     def defaults(self) -> dict[str, Any]:
         """Return all options with their defaults, the layer's too."""
@@ -104,8 +106,6 @@ COMMON_OPTIONS = (
     *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
 )
 _registered: dict[str, RouterSpec] = {}
-#: Routers that come with the package: their options are refused in a sentence where they do not belong.
-_OWN = ("random", "top_k", "fused")
 
 
 def register_router(spec: RouterSpec) -> RouterSpec:
@@ -133,11 +133,12 @@ def register_router(spec: RouterSpec) -> RouterSpec:
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
     """List the options of ``convert_to_moe``, for one router or for all.
 
-    The list always has the options of this package's routers, so that a wrong one ends in a clear error. Options of
-    other routers may also be arguments of a model, so the list has them only for the chosen router.
+    The list always has the options of built-in routers, so that a wrong one ends in a clear error. Options of other
+    routers may also be arguments of a model, so the list has them only for the chosen router.
     """
-    others = [] if router is None else [get_spec(router)]
-    specs = [*(_registered[name] for name in _OWN if name in _registered), *(others or _registered.values())]
+    specs = [spec for spec in _registered.values() if spec.built_in or router is None]
+    if router is not None:
+        specs.append(get_spec(router))
     return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in specs for name in spec.defaults())]))
 
 
@@ -290,6 +291,7 @@ register_router(
         layer_options={},
         share_schedule="linear",
         averaged=True,
+        built_in=True,
     )
 )
 register_router(
@@ -314,5 +316,6 @@ register_router(
         ),
         last_factory=partial(_top_k_router, is_last=True),
         check=_check_top_k,
+        built_in=True,
     )
 )

@@ -153,4 +153,4 @@ def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
 
 
 register_notrace_module(FusedMlp)  # like the other expert layers
-register_router(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}))
+register_router(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}, built_in=True))
