@@ -28,7 +28,7 @@ COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), 
 
 
 def make_model(name="vit_tiny_moe", **options):
-    """A small model in evaluation mode. Its head and routers tell images apart, which fresh ones hardly do."""
+    """Make a small model in evaluation mode whose head and routers tell images apart, as fresh ones hardly do."""
     model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
     if isinstance(model.head, nn.Linear):
         nn.init.normal_(model.head.weight, std=0.3)
@@ -58,7 +58,7 @@ def write_images(folder, images_per_class, classes=("class0", "class1", "class2"
 
 
 class Teacher(nn.Module):
-    """A model as timm 1.0.23 wants its teachers; later versions take it as any model."""
+    """A teacher that timm 1.0.23 accepts; later versions accept any model."""
 
     def __init__(self, model):
         super().__init__()
@@ -73,7 +73,7 @@ class Teacher(nn.Module):
 
 
 def cases(arrays, letter):
-    """The golden file's cases as objects."""
+    """Yield the cases of a golden file as objects."""
     for index in range(int(arrays["n_cases"])):
         prefix = f"{letter}{index}_"
         yield SimpleNamespace(**{name.removeprefix(prefix): v for name, v in arrays.items() if name.startswith(prefix)})

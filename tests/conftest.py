@@ -1,18 +1,19 @@
-"""Shared by all tests: models small enough to train in a second, and one thread so that results repeat."""
+"""Shared by all tests: order and time limits, one thread so that results repeat, small models, a browser.
 
+xdist's controller imports this file before it starts its workers. It runs no test, so torch and timm, which take
+seconds, are imported in functions.
+"""
+
+import gc
 import logging
 import shutil
 
-import numpy as np
 import pytest
-import timm
-import torch
-from common import DATA, SMALL_VIT
 from hypothesis import settings
 
-import timm_moe  # noqa: F401  (registers the models)
+gc.disable()  # until all is imported, since none of that is garbage
 
-settings.register_profile("timm_moe", deadline=None)  # a busy machine is no failure
+settings.register_profile("timm_moe", deadline=None)  # a test may be slow on a busy machine
 settings.load_profile("timm_moe")
 
 SLOWEST = (
@@ -24,12 +25,15 @@ SLOWEST = (
     "test_transformers",
     "test_models",
 )
+#: Begins a file whose tests are all marked.
 CI_FILE = "\npytestmark = [pytest.mark.ci"
+#: Seconds for a test that needs more than the limit in setup.cfg.
+LIMITS = {"stress": 3 * 60 * 60, "ci": 15 * 60}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of a file run in one worker, which shares what they make; the slowest files first, so that none is last."""
+    """Run the tests of a file in one worker, which shares what they make, and begin with the slowest files."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False
@@ -38,24 +42,42 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            marks = [name for name in LIMITS if item.get_closest_marker(name)]
+            if marks:
+                item.add_marker(pytest.mark.timeout(LIMITS[marks[0]]))
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where the mark ci is left out, files whose tests all have it are not even imported, which takes seconds."""
+    """Skip the import, which takes seconds, of files whose tests are all marked ci where ci is left out."""
     if collection_path.suffix == ".py" and "not ci" in config.option.markexpr:
         return CI_FILE in collection_path.read_text() or None
     return None
 
 
+def pytest_collectstart():
+    import timm_moe  # noqa: F401  (registers the models)
+
+
+def pytest_collection_finish():
+    """Hide imported objects from the garbage collector: looking through them takes a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def repeatable():
+    import torch
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """timm's scripts and the command line set up logging for their process, which here runs the other tests too."""
+    """Undo what the command line sets up in logging: it expects a process of its own."""
     level, handlers = logging.root.level, [*logging.root.handlers]
     yield
     logging.getLogger("timm_moe").setLevel(logging.NOTSET)
@@ -66,28 +88,40 @@ def quiet():
 
 @pytest.fixture
 def golden():
-    """Load a golden file as tensors."""
+    """Load a golden file as tensors by name."""
+    import numpy as np
+    import torch
+    from common import DATA
+
     return lambda name: {key: torch.from_numpy(array) for key, array in np.load(DATA / f"{name}.npz").items()}
 
 
 @pytest.fixture
 def ewa_vit():
+    import timm
+    from common import SMALL_VIT
+
     return timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
 
 
 @pytest.fixture
 def dense_vit():
+    import timm
+    from common import SMALL_VIT
+
     return timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
 
 
 @pytest.fixture
 def images():
+    import torch
+
     return torch.randn(6, 3, 32, 32)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium without a window; its log and its requests can be asked for."""
+    """Start Chromium without a window; it keeps its log and its requests."""
     chromium, chromedriver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
     if chromium is None or chromedriver is None:
         pytest.skip("There is no Chromium here: apt install chromium chromium-driver.")

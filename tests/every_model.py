@@ -1,17 +1,17 @@
-"""Check ``<architecture>_ewa_moe`` for every one: ``python tests/every_model.py docs/generated/models_checked.md``.
+"""Check every ``<architecture>_ewa_moe``: ``python tests/every_model.py docs/generated/models_checked.md``.
 
 For each name, with 2 experts in every other feed-forward network:
 
-1. without memory for weights, at full size: the dense model that it becomes has the stock model's tensors and shapes;
-2. random weights of the stock model are loaded as pretrained ones by timm's ``create_model``: in eval mode the outputs
-   equal the stock model's, in training mode they agree;
-3. ``export_dense`` writes it, which loads it again with stock timm and compares outputs; the tensors in the file are
-   those of 2., bit for bit.
+1. At full size, without memory for weights: ``to_dense`` gives the tensors and shapes of the stock model.
+2. timm's ``create_model`` loads random weights of the stock model as pretrained ones: in eval mode the outputs equal
+   the stock model's, in training mode they agree.
+3. ``export_dense`` writes the model, loads it with stock timm and compares outputs. The tensors in the file are the
+   weights of step 2, bit for bit.
 
-Steps 2 and 3 take smaller images, and fewer blocks of what has more than 30 million parameters, where the stock model
-can be created so. Each name becomes a row of the file; names that are in it already are not checked again, so that the
-run can be stopped, or divided by a pattern: ``python tests/every_model.py FILE 'swin*'``. It takes hours and 16 GB. A
-run over all names ends with those that ``timm_moe.models.ewa.FAMILIES`` lacks.
+Where the stock model can be made smaller, steps 2 and 3 use smaller images, and fewer blocks for more than 30 million
+parameters. Each name becomes a row of the file. Names that the file has already are skipped, so the run can be stopped,
+or divided by a pattern: ``python tests/every_model.py FILE 'swin*'``. All names take hours and 16 GB. A run over all
+names ends with the architectures that ``timm_moe.models.ewa.FAMILIES`` lacks.
 """
 
 import gc
@@ -48,9 +48,9 @@ the arguments that made the model small enough; none: it was checked as it is. A
 | --- | --- | --- | --- |
 """
 LARGE = 30_000_000
-#: Parameters that still fit into memory, several times.
+#: Number of parameters that fit into memory several times.
 LARGEST = 500_000_000
-#: Arguments by which some constructor makes fewer blocks, with all that a family varies still there.
+#: Arguments that make fewer blocks in some family, and keep each kind of block.
 FEWER_BLOCKS: tuple[dict[str, Any], ...] = (
     dict(depth=4),
     dict(depth=4, num_kv_heads=4),  # Sapiens-2 states the heads of each block
@@ -62,12 +62,12 @@ FEWER_BLOCKS: tuple[dict[str, Any], ...] = (
     dict(stages=(1, 1, 2, 2)),
     dict(serial_depths=(1, 1, 1, 1)),
 )
-#: Pixels that fit patches of up to 32 (MViT cannot do with 112, but says so on real weights only), of 14, and windows.
+#: Sides that fit patches of up to 32, patches of 14, and windows. MViT fails with 112, but only on real weights.
 SMALLER_IMAGES = (128, 112, 192)
 
 
 def smaller(architecture: str, stock: nn.Module) -> dict[str, Any]:
-    """Arguments that make a stock model small, as far as it takes them."""
+    """Find arguments that make a stock model small and that it accepts."""
     size = parameters(stock)
     kwargs: dict[str, Any] = {}
     if size > LARGE:
@@ -86,13 +86,13 @@ def _works(architecture: str, kwargs: dict[str, Any], below: int | None = None) 
         model = weightless_model(architecture, **kwargs)
         with torch.no_grad():
             model.eval()(torch.empty(2, *model_input_size(model), device="meta"))
-    except Exception:  # whatever a constructor says to an argument that it does not take
+    except Exception:  # a constructor may raise anything for an argument that it does not take
         return False
     return below is None or parameters(model) < below
 
 
 def check(architecture: str, kwargs: dict[str, Any]) -> None:
-    """Steps 2 and 3 for a stock model with such arguments; raises an exception if anything is not as it should be."""
+    """Run steps 2 and 3 for a stock model with these arguments; raise an exception if a check fails."""
     torch.manual_seed(0)
     dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
     weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
@@ -124,8 +124,8 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
 
 
 def _trained(model: nn.Module, images: Tensor) -> Any:
-    """The outputs in training mode; random numbers would not be the same ones, but for those drawn first, for RoPE."""
-    torch.manual_seed(0)
+    """Return the outputs in training mode without dropout, whose random numbers would differ between two models."""
+    torch.manual_seed(0)  # for RoPE, which draws first
     for module in model.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -135,12 +135,12 @@ def _trained(model: nn.Module, images: Tensor) -> Any:
 
 
 def check_shapes(architecture: str, stock: nn.Module) -> None:
-    """Step 1."""
+    """Run step 1."""
     experts = weightless_model(f"{architecture}_ewa_moe", num_experts=2)
     dense = timm_moe.to_dense(experts)
     assert type(dense) is type(stock)
     assert _shapes(dense) == _shapes(stock)
-    # without repetitions, so that what shares its weights goes on to share them
+    # named_parameters has shared weights once, so this also compares which ones are shared
     assert [name for name, _ in experts.named_parameters()] == [name for name, _ in stock.named_parameters()]
 
 
@@ -150,7 +150,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def _with_random_weights(model: nn.Module) -> nn.Module:
-    """Some weights begin as zero, or so small that what follows would not show."""
+    """Move all weights away from their initial values, some of which hide what follows: zeros, small scales."""
     for parameter in model.parameters():
         parameter.add_(torch.empty_like(parameter).uniform_(-0.03, 0.03))
     return model
@@ -166,7 +166,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def without_downloads() -> Iterator[None]:
-    """Beside their own weights, timm fetches those of the ResNet in some hybrids, which they replace."""
+    """Keep timm from fetching weights for the ResNet in some hybrids, which their own weights replace."""
     with ExitStack() as stack:
         for name in ("resnet26d", "resnet50d"):
             untrained = partial(_untrained, getattr(vision_transformer_hybrid, name))
@@ -179,7 +179,7 @@ def _untrained(resnet: Callable[..., nn.Module], pretrained: bool, **kwargs: Any
 
 
 def missing() -> list[str]:
-    """Architectures of timm without an ``_ewa_moe`` that have feed-forward networks for it."""
+    """List the architectures of timm that have feed-forward networks but no ``_ewa_moe``."""
     stock = [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("timm.models.")]
     others = sorted(set(stock) - set(architectures()))
     return [name for name in others if len(timm_moe.convert.ffn_paths(weightless_model(name))) > 1]

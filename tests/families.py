@@ -1,6 +1,6 @@
-"""A small model of each family of timm's that has EWA forms."""
+"""A small model of each timm family that has EWA forms."""
 
-#: An architecture of each family, with arguments that make it as small as it lets itself be made.
+#: One architecture of each family, with arguments that make it as small as the family allows.
 SMALL = {
     "beit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
     "cait_xxs24_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),

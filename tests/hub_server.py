@@ -1,7 +1,7 @@
-"""A small Hugging Face Hub on the loopback, for the real huggingface_hub client.
+"""A small Hugging Face Hub on this machine, for the real huggingface_hub client.
 
-It speaks what the client sends for models with Git LFS uploads (``HF_HUB_DISABLE_XET=1``), keeps what it gets on disk
-and checks sizes and hashes. Names are unique over all kinds of repositories here.
+It answers the client's requests for models with Git LFS uploads (``HF_HUB_DISABLE_XET=1``), keeps files on disk and
+checks sizes and hashes. Unlike on the Hub, a model and a data set cannot have the same name.
 
     folder/objects/SHA256         contents of LFS files
     folder/blobs/SHA1             contents of other files, by their hash in git
@@ -43,12 +43,12 @@ class Repository:
 
 @dataclass
 class Faults:
-    """What goes wrong.
+    """Errors that the server makes on purpose.
 
     Attributes:
-        answers: of each step, statuses to answer instead, in order, one for each request.
+        answers: for each step, the statuses to answer instead, one for each request.
         cuts: number of uploads whose connection is closed halfway.
-        quota: bytes of LFS files that may be stored.
+        quota: bytes of LFS files that fit.
     """
 
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Faults:
 
 
 class Refused(Exception):
-    """An answer that is an error."""
+    """An error that the client gets as an answer."""
 
     def __init__(self, status: int, message: str, code: str | None = None):
         super().__init__(message)
@@ -68,12 +68,12 @@ class HubServer(ThreadingHTTPServer):
     """The server.
 
     Args:
-        folder: for what it gets.
+        folder: where files are kept.
 
     Attributes:
         tokens: user and role of each token.
-        repositories: by ``user/name``.
-        faults: what goes wrong.
+        repositories: repositories by ``user/name``.
+        faults: errors to make.
         requests: (method, path, headers) of all requests.
     """
 
@@ -83,7 +83,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.storage_url = f"http://localhost:{self.server_port}/storage"  # to the client another host, as on the Hub
+        self.storage_url = f"http://localhost:{self.server_port}/storage"  # another host for the client, like the Hub's
         self.lock = threading.Lock()
         for name in ("objects", "blobs"):
             (folder / name).mkdir(parents=True)
@@ -99,10 +99,10 @@ class HubServer(ThreadingHTTPServer):
             file.unlink()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of ours."""
+        """Ignore a client that went away."""
 
     def create(self, repo_id: str, kind: str = "model", private: bool = False) -> Repository:
-        """Make a repository with the first commit that the Hub makes."""
+        """Make a repository with the Hub's first commit."""
         repository = self.repositories[repo_id] = Repository(kind, private)
         repository.add_commit(
             "main", None, "initial commit", {".gitattributes": self.keep_blob(b"*.safetensors lfs\n")}
@@ -140,7 +140,7 @@ class HubServer(ThreadingHTTPServer):
 
 @contextmanager
 def hub_server(folder: Path) -> Iterator[HubServer]:
-    """Run a server for the time of the block."""
+    """Run a server within a block."""
     server = HubServer(folder)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -153,7 +153,7 @@ def hub_server(folder: Path) -> Iterator[HubServer]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection; each step of the protocol is a method."""
+    """A connection, with a method for each step of the protocol."""
 
     protocol_version = "HTTP/1.1"
     server: HubServer
@@ -177,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
     )
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the terminal."""
+        """Print nothing."""
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)

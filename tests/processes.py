@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import torch.multiprocessing
 
 #: The process from which others are forked. It only imports, so that no test sees anything of another.
 _ZYGOTE = """
-import atexit, importlib, json, os, runpy, sys, traceback
+import atexit, gc, importlib, json, os, runpy, sys, traceback
+gc.disable()
 for name in sys.argv[1:]:
     importlib.import_module(name)
 
@@ -53,6 +55,8 @@ def run(request):
         return 1
     return 0
 
+gc.freeze()  # no process has to look through what is imported
+gc.enable()
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
@@ -67,9 +71,16 @@ for line in sys.stdin:
 """
 
 
+#: The Hub's cache of these processes, which have no network. A test may put what is "downloaded" there.
+HUB_CACHE = Path(tempfile.mkdtemp(prefix="hub-cache-"))
+atexit.register(shutil.rmtree, HUB_CACHE, ignore_errors=True)
+#: Imported by the process for most tests: timm, and what else train.py and validate.py need, which takes a second.
+SCRIPTS_NEED = ("timm", "functorch.compile", "sklearn.metrics")
+
+
 @cache
 def _zygote(modules, autoload, settings):
-    own = {"TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    own = {"TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(HUB_CACHE)}
     env = {**os.environ, **own, **dict(settings)}
     command = [sys.executable, "-c", _ZYGOTE, *modules]
     process = subprocess.Popen(
@@ -121,14 +132,11 @@ def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
 
 
 def run_script(path, *arguments, cwd=None, autoload="1", input="", **env):
-    """Run ``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package.
-
-    It has also imported what else train.py needs, which takes half a second.
-    """
-    return _run(("timm", "functorch.compile"), autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
+    """Run ``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package."""
+    return _run(SCRIPTS_NEED, autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
 
 
-def run_code(code, *arguments, cwd=None, autoload="1", modules=("timm",), input="", settings=(), **env):
+def run_code(code, *arguments, cwd=None, autoload="1", modules=SCRIPTS_NEED, input="", settings=(), **env):
     """Run ``python -c CODE ARGUMENTS`` in such a process.
 
     Args:

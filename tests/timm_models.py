@@ -1,9 +1,9 @@
-"""Runs the tests that timm has for its models on this package's models.
+"""Run timm's tests of its models on this package's models.
 
     python tests/timm_models.py [--models PATTERN ...] [pytest's options]
 
-The tests are those of the installed timm's version. They are in its source distribution, which pip fetches once into
-``.timm-tests``; the environment variable TIMM_TESTS may name an unpacked one instead. See docs/compatibility.md.
+The tests are from the source distribution of the installed timm, which pip fetches once into ``.timm-tests``. The
+environment variable TIMM_TESTS may name an unpacked one instead. See docs/compatibility.md.
 """
 
 import argparse
@@ -23,26 +23,25 @@ import timm
 from timm_moe.info import is_registered_here
 
 CACHE = Path(__file__).parents[1] / ".timm-tests"
-#: Vision transformers without the prefix vit_, by which timm's lists know theirs.
+#: Vision transformers whose names lack the prefix vit_, which timm's lists go by.
 VITS = ("vmoe_", "vimoe_", "widenet_", "ones_", "t2t_")
-#: What is skipped: test, models, reason.
+#: Skipped tests: test, models, reason.
 EXCLUDED = (
     ("test_model_*_pretrained", "*", "needs the weights of every tag from the Hub"),
     ("test_model_inference", "*", "needs files that timm keeps on the Hub under a model's own name"),
-    ("test_model_forward*_torchscript", "*moe*", "expert layers have no TorchScript form"),
-    ("test_model_forward*_torchscript", "widenet_*", "expert layers have no TorchScript form"),
+    ("test_model_forward*_torchscript", "vmoe_pbe_*", "the members' router has no TorchScript form"),
     ("test_model_forward*_torchscript", "vit_be_*", "the members' layers have no TorchScript form"),
     ("test_model_forward*_torchscript", "t2t_*", "its windows have no TorchScript form"),
-    ("test_model_forward*_torchscript", "vit_mimo_*", "training draws images, which TorchScript does not compile"),
     ("test_model_backward*", "t2t_*", "its positions are fixed, so they get no gradient"),
     ("test_model_default_cfgs_non_std", "t2t_*", "it has no first convolution"),
     ("test_model_backward*", "*_mimo_*", "its training shuffles four images or more, the test has two"),
+    ("test_model_forward*_torchscript", "*_mimo_*", "training draws images, which TorchScript does not compile"),
     ("test_model_forward_fx*", "*_mimo_*", "it takes images of one or of all members, by their channels"),
 )
 
 
 def sources() -> Path:
-    """The folder of timm's source distribution."""
+    """Return the folder of timm's source distribution."""
     if "TIMM_TESTS" in os.environ:
         return Path(os.environ["TIMM_TESTS"])
     folder = CACHE / f"timm-{timm.__version__}"
@@ -59,7 +58,7 @@ def sources() -> Path:
 
 
 class TheseModels:
-    """pytest plugin under which timm's test files find this package's models in ``timm.list_models``."""
+    """A pytest plugin: in timm's test files, ``timm.list_models`` lists this package's models."""
 
     def __init__(self, patterns: Iterable[str]):
         self.patterns = list(patterns)
@@ -67,7 +66,7 @@ class TheseModels:
         self.all_models = timm.list_models
 
     def list_models(self, filter="", module="", pretrained=False, exclude_filters="", **options) -> list[str]:
-        """As timm's, of any module: all of ours have what timm's files select modules for."""
+        """List like timm, but ignore ``module``: all models here have what timm's tests select modules for."""
         names = [
             name
             for name in self.all_models(pretrained=pretrained, **options)
@@ -88,7 +87,7 @@ class TheseModels:
             return (yield)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the tests of single stock models, skip the excluded."""
+        """Leave out tests of single stock models and skip the excluded ones."""
         of_these = [item for item in items if _model_name(item) in self.listed]
         config.hook.pytest_deselected(items=[item for item in items if item not in of_these])
         items[:] = of_these
@@ -107,7 +106,7 @@ def _model_name(item: pytest.Item) -> str | None:
 
 
 def _matches(name: str, patterns: str | Iterable[str]) -> bool:
-    """Whether a name, or what timm would call such a model, matches one of the patterns."""
+    """Return whether a pattern matches a name, or the name that timm would give to such a model."""
     architecture = name.partition(".")[0]
     stock = f"vit_{architecture}" if architecture.startswith(VITS) else architecture.removesuffix("_ewa_moe")
     patterns = [patterns] if isinstance(patterns, str) else patterns

@@ -1,4 +1,4 @@
-"""timm's own train.py and validate.py in new processes, where TIMM_SCRIPTS names a folder that holds them."""
+"""Run timm's own train.py and validate.py in new processes, where TIMM_SCRIPTS names their folder."""
 
 import csv
 import os

@@ -83,6 +83,7 @@ def test_layer_equals_the_slow_reference(road, case):
         assert (y[0, nothing_kept] == 0).all()
 
 
+@pytest.mark.ci  # tests/layers/test_grouped.py compiles a routed model
 @pytest.mark.parametrize(
     ("tokens", "options"),
     [

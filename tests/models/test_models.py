@@ -299,6 +299,7 @@ if hasattr(torch.compiler, "is_exporting"):  # torch 2.6 can neither solve a cap
     ]
 
 
+@pytest.mark.ci  # tests/layers/test_grouped.py exports a routed model
 @pytest.mark.parametrize(
     ("name", "options", "strict"),
     [EXPORTED[1], *(pytest.param(*case, marks=pytest.mark.ci) for case in EXPORTED if case != EXPORTED[1])],

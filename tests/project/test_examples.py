@@ -10,6 +10,7 @@ from PIL import Image
 from processes import run_script
 
 
+@pytest.mark.ci  # tests/training has quick loops
 def test_custom_loop(tmp_path):
     for split, label in [(split, label) for split in ("train", "test") for label in range(2)]:
         (tmp_path / split / str(label)).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The rooms of the package: which room imports which, and which may change timm."""
+"""The rooms of the package: the imports between them, and the rooms that may change timm."""
 
 import ast
 import re

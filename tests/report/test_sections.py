@@ -90,6 +90,7 @@ def test_what_a_patch_without_colour_is(top_k, told):
     assert all("the list has each one's choices" in text for text in texts)
 
 
+@pytest.mark.ci  # seven models of full size
 def test_members_shared_experts_and_ema_are_named():
     def told(name, history=History(), **options):  # noqa: B008
         model = weightless_model(name, **options)

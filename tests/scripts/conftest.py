@@ -1,4 +1,4 @@
-"""What tests of timm's own scripts share."""
+"""Shared by the tests of timm's own scripts."""
 
 import pytest
 from common import write_images
@@ -6,5 +6,5 @@ from common import write_images
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """A folder of images in three colours that are easily told apart: 72 to train on, 39 to test."""
+    """Write a folder of images in three colours that are easily told apart: 72 to train on, 39 to test."""
     return write_images(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
