@@ -1,4 +1,4 @@
-"""The pages of the site that docs/ does not hold, and links that read well both on GitHub and in the site."""
+"""Pages of the site that are not in docs/, and links that work both on GitHub and in the site."""
 
 import argparse
 import ast
@@ -12,10 +12,9 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent
-#: Pages that are files elsewhere in the repository. The README is the first page, so docs/README.md gets another name.
+#: Pages that are files elsewhere in the repository.
 INCLUDED = {
     "index.md": "README.md",
-    "pages.md": "docs/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     **{f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted(ROOT.glob("examples/*.py"))},
@@ -28,12 +27,11 @@ PAGE_OF = {path: page for page, path in INCLUDED.items()}
 INSIDE = sorted(ROOT.glob("timm_moe/*/__init__.py"))
 #: The packages of the reference, by page.
 PACKAGES = {"timm_moe": "timm_moe", **{file.parent.name: f"timm_moe.{file.parent.name}" for file in INSIDE}}
-#: Modules beside what the package itself hands out.
+#: Modules that are documented beside the names in __all__.
 MODULES = {"timm_moe": ["schedules"], "timm_moe.convert": ["gather"]}
 
 
 def on_files(files, config):
-    files.remove(files.get_file_from_path("README.md"))
     pages = {page: included(path) for page, path in INCLUDED.items()}
     pages["reference/cli.md"] = command_line(runpy.run_path(str(ROOT / "timm_moe_cli.py"))["parser"]())
     pages |= {f"reference/{page}.md": package_page(name) for page, name in PACKAGES.items()}
@@ -43,9 +41,9 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, files, **_):
-    """Links lead to where their file stands in the site, and say its title where they said the file's name.
+    """Point links to the page of their file, and show its title instead of the file's name.
 
-    A link that leaves the site stays, and --strict finds it.
+    A link out of the site is left alone, and --strict finds it.
     """
     here = page.file.src_uri
     folder = posixpath.dirname(INCLUDED.get(here, f"docs/{here}"))
@@ -63,8 +61,8 @@ def on_page_markdown(markdown, page, files, **_):
 
 
 def on_page_content(html, **_):
-    """Roles of reStructuredText in docstrings, as :class:`Experts`, become links where the reference has that name."""
-    packages = reversed(PACKAGES.values())  # timm_moe itself last: what it hands out is described there
+    """Turn roles of reStructuredText in docstrings, as :class:`Experts`, into links to the reference."""
+    packages = reversed(PACKAGES.values())  # timm_moe itself last: its exports are described there
     known = {name: f"{package}.{name}" for package in packages for name in exports(folder_of(package))}
 
     def linked(role):
@@ -84,7 +82,7 @@ def included(path):
 
 
 def notebook(content):
-    """The cells of a notebook and what they put out, text and pictures, as Markdown."""
+    """Return the cells of a notebook and their outputs, text and pictures, as Markdown."""
     blocks = []
     for cell in content["cells"]:
         source = "".join(cell["source"])
@@ -107,7 +105,7 @@ def shown(output):
 
 # --- the command line
 
-UNTOLD = (argparse._HelpAction, argparse._SubParsersAction)
+HIDDEN = (argparse._HelpAction, argparse._SubParsersAction)
 
 
 def command_line(parser):
@@ -124,12 +122,12 @@ def sentence(text):
 
 
 def options(parser):
-    """Usage and a table of each group of options."""
+    """Return the usage and a table of each group of options."""
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=80)
     parser.color = False  # Python 3.14 colours the usage otherwise
     blocks = [f"```text\n{parser.format_usage()}```"]
     for group in parser._action_groups:
-        rows = [row(action) for action in group._group_actions if not isinstance(action, UNTOLD)]
+        rows = [row(action) for action in group._group_actions if not isinstance(action, HIDDEN)]
         if rows:
             title = f"**{group.title}**" + (f": {group.description}" if group.description else "")
             blocks += [title, "\n".join(["| option | meaning |", "|---|---|", *rows])]
@@ -173,7 +171,7 @@ def folder_of(package):
 
 @cache
 def exports(folder):
-    """The names in a package's ``__all__``, in its order."""
+    """Return the names in a package's ``__all__``, in its order."""
     for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)

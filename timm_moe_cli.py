@@ -1,10 +1,12 @@
-"""The command ``timm-moe``: its options. A module of its own, since the package imports torch, which takes seconds."""
+"""Options of the command ``timm-moe``; apart from the package, since that imports torch, which takes seconds."""
 
 import argparse
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+_SOURCE = "train.py checkpoint, safetensors file, folder or hf-hub: name"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,8 +17,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(args)
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (text, add_options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(command=name)
+        add_options(command)
+    return parser
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; the report's output may stand at the end, apart from the checkpoints."""
+    """Read the arguments; the report's output may come last, apart from the checkpoints."""
     commands = parser()
     args, others = commands.parse_known_args(argv)
     if args.command == "report" and len(others) == 1 and not others[0].startswith("-"):
@@ -27,7 +41,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Version(argparse.Action):
-    """The version of the package beside this file, which is not imported for it."""
+    """Print the version without importing the package."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))["__version__"]
@@ -36,7 +50,7 @@ class _Version(argparse.Action):
 
 
 class _KeyValues(argparse.Action):
-    """A list of KEY=VALUE, with an error for anything else."""
+    """Take a list of KEY=VALUE; anything else is an error."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         for value in values:
@@ -47,225 +61,209 @@ class _KeyValues(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+# --- one function for each command
 
-    demo = commands.add_parser(
-        "demo", help="train a small dense ViT and its EWA counterpart on digits, export, compare"
-    )
-    demo.add_argument(
-        "--output",
-        default="timm-moe-demo",
-        metavar="DIR",
-        help="folder for results, replaced if there (default: %(default)s)",
-    )
-    demo.add_argument("--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)")
-    demo.set_defaults(command="demo")
 
-    export = commands.add_parser("export", help="write the dense model of a checkpoint for plain timm")
-    export.add_argument(
-        "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
-    )
-    export.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
-    export.add_argument("--moe", action="store_true", help="write the expert model itself, which needs this package")
-    _add_method_options(export)
-    export.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
-    _add_class_options(export)
-    _add_spec_options(export)
-    export.add_argument("--overwrite", action="store_true", help="replace the model in a folder that is not empty")
-    export.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
-    export.set_defaults(command="export")
+def _demo(parser: argparse.ArgumentParser) -> None:
+    output = "folder for results, replaced if there (default: %(default)s)"
+    parser.add_argument("--output", default="timm-moe-demo", metavar="DIR", help=output)
+    parser.add_argument("--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)")
 
-    push = commands.add_parser("push", help="publish the dense model of a checkpoint, or the expert model, on the Hub")
-    push.add_argument(
-        "source", metavar="DIR_OR_CHECKPOINT", help="exported folder, published as it is, or whatever export takes"
-    )
-    push.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
-    push.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
-    push.add_argument("--private", action="store_true", help="make the repository a private one")
-    push.add_argument("--revision", metavar="NAME", help="branch, made if it is not there (default: main)")
-    push.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    push.add_argument(
-        "--dry-run", action="store_true", help="do everything but upload: needs neither login nor network"
-    )
-    _add_method_options(push)
-    push.add_argument("--use-ema", action="store_true", help="publish the EMA weights of the checkpoint")
-    push.add_argument("--license", metavar="NAME", help="for the model card, as the Hub abbreviates it: apache-2.0")
-    push.add_argument("--dataset", metavar="NAME", help="for the model card, what the model was trained on")
-    push.add_argument(
-        "--metrics",
-        nargs="*",
-        default=[],
-        action=_KeyValues,
-        metavar="NAME=VALUE",
-        help="for the model card, results of the model that is published, as top1=77.1",
-    )
-    _add_class_options(push)
-    _add_spec_options(push)
-    push.set_defaults(command="push")
 
-    listing = commands.add_parser("list", help="list the registered models by family")
-    listing.add_argument("filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'")
-    listing.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
-    listing.set_defaults(command="list")
+def _export(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    parser.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
+    parser.add_argument("--moe", action="store_true", help="write the expert model itself, which needs this package")
+    _add_method_options(parser)
+    parser.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
+    _add_class_options(parser)
+    _add_spec_options(parser)
+    _add_overwrite(parser, "replace the model in a folder that is not empty")
+    parser.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
 
-    info = commands.add_parser("info", help="show the size, cost and expert layers of a model beside its paper's")
-    info.add_argument("model", metavar="MODEL", help="registered name, or a checkpoint, folder or hf-hub: name")
-    info.add_argument(
-        "--model",
-        dest="name",
-        metavar="NAME",
-        help="registered name of a checkpoint's model, for files that do not say it themselves",
-    )
-    _add_model_options(info)
-    info.set_defaults(command="info")
 
-    evaluate = commands.add_parser("evaluate", help="accuracy, calibration and diversity of a classifier or ensemble")
-    evaluate.add_argument(
-        "sources",
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="train.py checkpoint, safetensors file, folder or hf-hub: name; several are an ensemble",
-    )
-    _add_data_options(evaluate)
-    evaluate.add_argument(
-        "--ood-data-dir",
-        metavar="DIR",
-        help="folder of images of other classes, which its confidence should tell apart",
-    )
-    evaluate.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
-    evaluate.add_argument(
-        "--mc-dropout",
-        type=int,
-        metavar="M",
-        help="take M samples with the dropout of the experts left on, each a member of an ensemble",
-    )
-    evaluate.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
-    evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    evaluate.set_defaults(command="evaluate")
+def _push(parser: argparse.ArgumentParser) -> None:
+    source = "exported folder, published as it is, or any source that export takes"
+    parser.add_argument("source", metavar="DIR_OR_CHECKPOINT", help=source)
+    parser.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
+    parser.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
+    parser.add_argument("--private", action="store_true", help="make the repository a private one")
+    parser.add_argument("--revision", metavar="NAME", help="branch, made if it is not there (default: main)")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    dry_run = "do everything but upload: needs neither login nor network"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    _add_method_options(parser)
+    parser.add_argument("--use-ema", action="store_true", help="publish the EMA weights of the checkpoint")
+    parser.add_argument("--license", metavar="NAME", help="for the model card, as the Hub abbreviates it: apache-2.0")
+    parser.add_argument("--dataset", metavar="NAME", help="for the model card, what the model was trained on")
+    metrics = "for the model card, results of the model that is published, as top1=77.1"
+    _add_key_values(parser, "--metrics", "NAME=VALUE", metrics)
+    _add_class_options(parser)
+    _add_spec_options(parser)
 
-    fewshot = commands.add_parser("fewshot", help="how few images of new classes a model's features need (pBE)")
-    fewshot.add_argument(
-        "sources",
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="train.py checkpoint, safetensors file, folder or hf-hub: name; several are an ensemble",
-    )
-    fewshot.add_argument(
-        "--shots",
-        type=int,
-        nargs="+",
-        default=[1, 5, 10, 25],
-        metavar="N",
-        help="images of each class (default: 1 5 10 25)",
-    )
-    fewshot.add_argument(
-        "--draws", type=int, default=3, metavar="N", help="how often they are drawn (default: %(default)s)"
-    )
-    fewshot.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
-    fewshot.add_argument(
-        "--train-split", default="train", metavar="NAME", help="folder that they are drawn from (default: %(default)s)"
-    )
-    _add_data_options(fewshot, several=True)
-    fewshot.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
-    fewshot.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    fewshot.set_defaults(command="fewshot")
 
-    benefits = commands.add_parser("benefits", help="the share of what experts bring that a dense student keeps (OneS)")
+def _list(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'")
+    parser.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
+
+
+def _info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="registered name, or a checkpoint, folder or hf-hub: name")
+    name = "registered name of a checkpoint's model, for files that do not say it themselves"
+    parser.add_argument("--model", dest="name", metavar="NAME", help=name)
+    _add_model_options(parser)
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser, "several are an ensemble")
+    _add_data_options(parser)
+    _add_ood_options(parser)
+    samples = "take M samples with the dropout of the experts left on, each a member of an ensemble"
+    parser.add_argument("--mc-dropout", type=int, metavar="M", help=samples)
+    _add_json_options(parser)
+
+
+def _fewshot(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser, "several are an ensemble")
+    shots = "images of each class (default: 1 5 10 25)"
+    parser.add_argument("--shots", type=int, nargs="+", default=[1, 5, 10, 25], metavar="N", help=shots)
+    draws = "how often they are drawn (default: %(default)s)"
+    parser.add_argument("--draws", type=int, default=3, metavar="N", help=draws)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    split = "folder that they are drawn from (default: %(default)s)"
+    parser.add_argument("--train-split", default="train", metavar="NAME", help=split)
+    _add_data_options(parser, nargs="+", help="folders of images")
+    _add_json_options(parser)
+
+
+def _benefits(parser: argparse.ArgumentParser) -> None:
     for role, text in (
         ("student", "the dense model made of the teacher"),
         ("teacher", "the model with experts"),
         ("dense", "a dense model trained by itself"),
     ):
-        benefits.add_argument(
-            f"--{role}", required=True, metavar="CHECKPOINT", help=f"{text}, or its top-1 accuracy in percent"
-        )
-    _add_data_options(benefits, required=False)
-    benefits.set_defaults(command="benefits")
+        text = f"{text}, or its top-1 accuracy in percent"
+        parser.add_argument(f"--{role}", required=True, metavar="CHECKPOINT", help=text)
+    _add_data_options(parser, required=False)
 
-    routes = commands.add_parser("routes", help="which classes a routed model sends to which experts")
-    routes.add_argument(
-        "source", metavar="CHECKPOINT", help="train.py checkpoint, safetensors file, folder or hf-hub: name"
-    )
-    routes.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder for routes.png, routes.csv and routes.json")
-    _add_data_options(routes)
-    routes.add_argument(
-        "--segmentation",
-        metavar="MASKS",
-        help="folder of masks, named as the images in --data-dir, whose pixels are numbers of classes: the class of a "
-        "patch is that of most of its pixels",
-    )
-    routes.add_argument(
-        "--ignore-index", type=int, metavar="N", help="value of mask pixels without a class (default: 255)"
-    )
-    routes.add_argument(
-        "--threshold",
-        type=float,
-        default=0.25,
-        metavar="X",
-        help="a layer is worth keeping if the mutual information of class and expert, divided by log E, exceeds that "
-        "by chance by this (default: %(default)s)",
-    )
-    routes.add_argument("--overwrite", action="store_true", help="replace results in the folder")
-    routes.set_defaults(command="routes")
 
-    report = commands.add_parser("report", help="a page to look at: routes, experts, training run, calibration")
-    report.add_argument(
-        "sources",
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="train.py checkpoint, safetensors file, folder or hf-hub: name; several stand side by side",
+def _routes(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    output = "folder for routes.png, routes.csv and routes.json"
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help=output)
+    _add_data_options(parser)
+    masks = (
+        "folder of masks, named as the images in --data-dir, whose pixels are numbers of classes: the class of a patch "
+        "is that of most of its pixels"
     )
-    report.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may stand after the options, too")
-    _add_data_options(report)
-    report.add_argument(
-        "--ood-data-dir",
-        metavar="DIR",
-        help="folder of images of other classes, which its confidence should tell apart",
+    parser.add_argument("--segmentation", metavar="MASKS", help=masks)
+    ignored = "value of mask pixels without a class (default: 255)"
+    parser.add_argument("--ignore-index", type=int, metavar="N", help=ignored)
+    threshold = (
+        "a layer is worth keeping if the mutual information of class and expert, divided by log E, exceeds that by "
+        "chance by this (default: %(default)s)"
     )
-    report.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
-    report.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
-    report.set_defaults(command="report")
+    parser.add_argument("--threshold", type=float, default=0.25, metavar="X", help=threshold)
+    _add_overwrite(parser, "replace results in the folder")
 
-    import_vmoe = commands.add_parser("import-vmoe", help="convert an official V-MoE checkpoint (JAX) for timm")
-    import_vmoe.add_argument(
-        "prefix", metavar="PREFIX", help="what the names of the checkpoint's .index and .data files have in common"
-    )
-    import_vmoe.add_argument("output", metavar="FILE", help="safetensors file to write")
-    import_vmoe.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    import_vmoe.set_defaults(command="import_vmoe")
-    return parser
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser, "several are shown side by side")
+    parser.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may come after the options, too")
+    _add_data_options(parser)
+    _add_ood_options(parser)
+    _add_overwrite(parser, "replace the page if it exists")
+
+
+def _import_vmoe(parser: argparse.ArgumentParser) -> None:
+    prefix = "what the names of the checkpoint's .index and .data files have in common"
+    parser.add_argument("prefix", metavar="PREFIX", help=prefix)
+    parser.add_argument("output", metavar="FILE", help="safetensors file to write")
+    _add_overwrite(parser, "replace the file if it exists")
+
+
+_COMMANDS = {
+    "demo": ("train a small dense ViT and its EWA counterpart on digits, export, compare", _demo),
+    "export": ("write the dense model of a checkpoint for plain timm", _export),
+    "push": ("publish the dense model of a checkpoint, or the expert model, on the Hub", _push),
+    "list": ("list the registered models by family", _list),
+    "info": ("show the size, cost and expert layers of a model beside its paper's", _info),
+    "evaluate": ("accuracy, calibration and diversity of a classifier or ensemble", _evaluate),
+    "fewshot": ("how few images of new classes a model's features need (pBE)", _fewshot),
+    "benefits": ("the share of what experts bring that a dense student keeps (OneS)", _benefits),
+    "routes": ("which classes a routed model sends to which experts", _routes),
+    "report": ("a page to look at: routes, experts, training run, calibration", _report),
+    "import-vmoe": ("convert an official V-MoE checkpoint (JAX) for timm", _import_vmoe),
+}
+
+
+# --- options that several commands have
+
+
+def _add_sources(parser: argparse.ArgumentParser, several: str = "") -> None:
+    if several:
+        parser.add_argument("sources", nargs="+", metavar="CHECKPOINT", help=f"{_SOURCE}; {several}")
+    else:
+        parser.add_argument("source", metavar="CHECKPOINT", help=_SOURCE)
+
+
+def _add_overwrite(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--overwrite", action="store_true", help=text)
+
+
+def _add_json_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
+    _add_overwrite(parser, "replace the file if it exists")
+
+
+def _add_key_values(group: Any, name: str, metavar: str, text: str) -> None:
+    group.add_argument(name, nargs="*", default=[], action=_KeyValues, metavar=metavar, help=text)
 
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
-    methods = ("average", "sum", "topk", "topk_biases", "svd", "random")  # those of timm_moe.convert.gather
+    methods = ("average", "sum", "topk", "svd", "random")  # as in timm_moe.convert.gather
     parser.add_argument("--method", choices=methods, help="how the experts become one network (default: average)")
-    parser.add_argument(
-        "--svd-ratio",
-        type=float,
-        metavar="R",
-        help="of --method svd: share of the singular values kept (default: 0.75)",
-    )
+    ratio = "of --method svd: share of the singular values kept (default: 0.75)"
+    parser.add_argument("--svd-ratio", type=float, metavar="R", help=ratio)
 
 
 def _add_class_options(parser: argparse.ArgumentParser) -> None:
     classes = parser.add_argument_group("classes", "their names, for config.json, from the images of the training")
     classes.add_argument("--data-dir", metavar="DIR", help="folder of the training images, a folder for each class")
-    classes.add_argument("--split", default="train", metavar="NAME", help="folder in it (default: %(default)s)")
-    classes.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
+    _add_split_options(classes, "train")
+
+
+def _add_split_options(group: Any, default: str) -> None:
+    group.add_argument("--split", default=default, metavar="NAME", help="folder in it (default: %(default)s)")
+    group.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
+
+
+def _add_ood_options(parser: argparse.ArgumentParser) -> None:
+    images = "folder of images of other classes, which its confidence should tell apart"
+    parser.add_argument("--ood-data-dir", metavar="DIR", help=images)
+    parser.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
+
+
+def _add_data_options(parser: argparse.ArgumentParser, **data_dir: Any) -> None:
+    """Add the options for images and for running a checkpoint on them, named as in timm's validate.py."""
+    parser.add_argument("--data-dir", metavar="DIR", **{"required": True, "help": "folder of images", **data_dir})
+    _add_split_options(parser, "validation")
+    parser.add_argument("-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    workers = "processes that load images (default: %(default)s)"
+    parser.add_argument("-j", "--workers", type=int, default=4, metavar="N", help=workers)
+    parser.add_argument("--device", metavar="NAME", help="as torch names it (default: cuda if there is one, else cpu)")
+    parser.add_argument("--amp", action="store_true", help="run the model in mixed precision")
+    dtypes = ["float16", "bfloat16"]
+    parser.add_argument("--amp-dtype", default="float16", choices=dtypes, help="(default: %(default)s)")
+    parser.add_argument("--use-ema", action="store_true", help="take the EMA weights of the checkpoint")
+    _add_spec_options(parser)
 
 
 def _add_spec_options(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group(
-        "model", "only for files that do not say it themselves; train.py's checkpoints do"
-    )
-    model.add_argument(
-        "--model",
-        metavar="NAME",
-        help="registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME",
-    )
+    absent = "only for files that do not say it themselves; train.py's checkpoints do"
+    model = parser.add_argument_group("model", absent)
+    name = "registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME"
+    model.add_argument("--model", metavar="NAME", help=name)
     _add_model_options(model)
     images = parser.add_argument_group("images", "how they are prepared for the model; goes before what files say")
     images.add_argument("--img-size", type=int, metavar="N", help="height and width in pixels")
@@ -276,32 +274,6 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--interpolation", default="", metavar="NAME", help="of resizing, as bilinear or bicubic")
 
 
-def _add_data_options(parser: argparse.ArgumentParser, required: bool = True, several: bool = False) -> None:
-    """Images and how to run a checkpoint on them, named as in timm's validate.py."""
-    number = dict(nargs="+", help="folders of images") if several else dict(help="folder of images")
-    parser.add_argument("--data-dir", required=required, metavar="DIR", **number)
-    parser.add_argument("--split", default="validation", metavar="NAME", help="folder in it (default: %(default)s)")
-    parser.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
-    parser.add_argument("-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "-j", "--workers", type=int, default=4, metavar="N", help="processes that load images (default: %(default)s)"
-    )
-    parser.add_argument("--device", metavar="NAME", help="as torch names it (default: cuda if there is one, else cpu)")
-    parser.add_argument("--amp", action="store_true", help="run the model in mixed precision")
-    parser.add_argument(
-        "--amp-dtype", default="float16", choices=["float16", "bfloat16"], help="(default: %(default)s)"
-    )
-    parser.add_argument("--use-ema", action="store_true", help="take the EMA weights of the checkpoint")
-    _add_spec_options(parser)
-
-
 def _add_model_options(group: Any) -> None:
     group.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
-    group.add_argument(
-        "--model-kwargs",
-        nargs="*",
-        default=[],
-        action=_KeyValues,
-        metavar="KEY=VALUE",
-        help="options of the model, as in timm's scripts",
-    )
+    _add_key_values(group, "--model-kwargs", "KEY=VALUE", "options of the model, as in timm's scripts")

@@ -1,1 +1,1 @@
-"""Measures the package against dense models and its peers: ``python -m benchmarks``, docs/generated/benchmarks.md."""
+"""Benchmarks against dense models and other packages: ``python -m benchmarks``, docs/generated/benchmarks.md."""

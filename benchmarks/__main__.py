@@ -1,4 +1,4 @@
-"""The command: ``python -m benchmarks [SUITE ...]`` measures and writes results, report and charts."""
+"""The command ``python -m benchmarks [SUITE ...]``: measures, and writes results, report and charts."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from . import report
 from .protocol import Setting, cpu_name
 
 FOLDER = Path(__file__).parent
-#: glibc gives large blocks back to the system and has them mapped anew, page by page, at each use; this keeps them.
+#: glibc returns large blocks to the system and maps them again, page by page, at each use; this keeps them.
 NEUTRAL_ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
@@ -21,7 +21,7 @@ NEUTRAL_ALLOCATOR = {
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-#: The settings in which each suite is measured, beside its defaults; allocators of the host matter on CPUs alone.
+#: Settings of each suite, where they differ from the defaults; the allocator matters only on CPUs.
 PLAN = {
     "layers": [
         dict(dtype=dtype, mode=mode, allocator=allocator, rounds=7)
@@ -46,7 +46,7 @@ PLAN = {
     "imports": [{}],
     "exporting": [{}],
 }
-#: What no GPU takes part in.
+#: Suites that do not use a GPU.
 HOST_SUITES = ("imports", "exporting")
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
@@ -88,7 +88,7 @@ def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def _measure(suite: str, setting: dict[str, str]) -> bool:
-    """Measure in a process of its own, keep the result beside the others, and say whether there is one."""
+    """Measure in a process of its own and store the result; False if it fails."""
     words = " ".join(str(value) for value in setting.values())
     print(f"{suite} ({words})", file=sys.stderr, flush=True)
     allocator = NEUTRAL_ALLOCATOR if setting.get("allocator") == "neutral" else {}
@@ -109,7 +109,7 @@ def _measure(suite: str, setting: dict[str, str]) -> bool:
 
 
 def _machine(device: str) -> str:
-    """Ratios differ between kinds of CPU, so each has results of its own."""
+    """Name the machine: ratios differ between kinds of CPU, so each kind has its own results."""
     return device if device == "cuda" else "cpu-" + "-".join(re.findall(r"[a-z0-9]+", cpu_name().lower()))
 
 

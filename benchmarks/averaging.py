@@ -1,4 +1,4 @@
-"""The averaging of the experts beside a copy of the same weights."""
+"""Averaging of the experts, compared with a copy of the same weights."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def average(num_experts: int, setting: Setting) -> Work:
-    """What is done after each step of a training."""
+    """Average the experts, as after each training step."""
     experts = _experts(num_experts, setting)
 
     def work() -> None:
@@ -33,7 +33,7 @@ def average(num_experts: int, setting: Setting) -> Work:
 
 
 def copy(num_experts: int, setting: Setting) -> Work:
-    """From the experts of a model into memory that is there already."""
+    """Copy the experts of a model into memory that is already allocated."""
     pairs = [(torch.empty_like(stacked), stacked) for stacked in _experts(num_experts, setting)]
 
     def work() -> None:
@@ -45,4 +45,4 @@ def copy(num_experts: int, setting: Setting) -> Work:
 
 def _experts(num_experts: int, setting: Setting) -> list[Tensor]:
     model = timm.create_model("vit_small_ewa_moe", num_experts=num_experts).to(setting.device)
-    return [stacked for layer in timm_moe.moe_layers(model).values() for stacked in layer.networks().values()]
+    return [stacked for layer in timm_moe.moe_layers(model).values() for stacked in layer.stacked_weights().values()]

@@ -1,4 +1,4 @@
-"""Models in eval mode beside the dense model of equal FLOPs, an image at a time and by batches."""
+"""Models in eval mode, compared with dense models of equal FLOPs, by single images and by batches."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

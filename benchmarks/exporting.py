@@ -1,4 +1,4 @@
-"""Export of a ViT-L with 4 experts every-2 beside writing the dense model's bytes, each in a process of its own."""
+"""Export of a ViT-L with 4 experts every-2, compared with writing the dense model's bytes, each in its own process."""
 
 import json
 import os
@@ -27,7 +27,7 @@ RUNS = 5
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """CPU time, in which copying to the system's page cache counts, and peak of the memory that is not a file's."""
+    """Measure CPU time, including copies to the page cache, and peak memory without mapped files."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "last.pth.tar")
         _in_a_process("train", checkpoint, folder)
@@ -48,7 +48,7 @@ def train(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
 
 
 def write(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
-    """Write the dense weights with safetensors, nothing else."""
+    """Only write the dense weights with safetensors."""
     dense = to_dense_(timm.create_model(MODEL)).state_dict()
     start = time.process_time()
     save_file(dense, Path(folder, "written.safetensors"))
@@ -56,7 +56,7 @@ def write(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
 
 
 def convert(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:
-    """Average the experts and write the result: an export without reading it back and comparing outputs."""
+    """Average the experts and write the result, without reading it back and comparing outputs."""
     model = timm.create_model(MODEL)
     _, layer = _sizes(model)
     allowed = memory.restart() + layer
@@ -83,7 +83,7 @@ TITLES = {
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the model and of its largest expert layer."""
+    """Count the bytes of the model and of its largest expert layer."""
     parts = [model, *timm_moe.moe_layers(model).values()]
     whole, *layers = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]
     return whole, max(layers)
@@ -96,7 +96,7 @@ def _in_a_process(work: str, checkpoint: Path, folder: str) -> dict[str, float]:
 
 
 class _Peak(threading.Thread):
-    """Watches the anonymous memory of this process, beyond what it was at first."""
+    """Watches the anonymous memory of this process, relative to its start."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -105,7 +105,7 @@ class _Peak(threading.Thread):
         self.start()
 
     def restart(self) -> int:
-        """Forget the peak so far; returns what is in use now."""
+        """Reset the peak; returns the bytes in use now."""
         self.bytes = _anonymous_bytes() - self.at_first
         return self.bytes
 

@@ -1,4 +1,4 @@
-"""What importing costs, in processes of their own."""
+"""Import times, each in a process of its own."""
 
 import os
 import random
@@ -24,7 +24,7 @@ print(time.process_time() - start)
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """CPU time of ``import timm_moe`` after timm, and of ``import torch`` beside one that looks for no plugins."""
+    """Measure CPU time of ``import timm_moe`` after timm, and of ``import torch`` with and without plugins."""
     _seconds(PACKAGE)  # writes the byte code
     seconds = [_seconds(PACKAGE, TIMM_MOE_AUTOLOAD="0") for _ in range(setting.rounds)]
     low, median, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))

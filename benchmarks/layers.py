@@ -1,6 +1,6 @@
-"""Expert layers beside timm's Mlp of equal active FLOPs, forward and backward, and what they keep for the backward."""
+"""Expert layers, compared with timm's Mlp of equal active FLOPs: forward and backward time, and saved memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -26,36 +26,33 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 def contests(setting: Setting) -> Iterator[Contest]:
     x = torch.randn(setting.pick(64, 128), TOKENS, WIDTH, device=setting.device)
-    training = partial(train_layer, x=x, setting=setting)
-    yield Contest(
-        "layer, one expert a row",
-        {
-            "dense": lambda: training(mlp()),
-            **{
-                f"random partition, {number} experts": lambda number=number: training(EwaMlp(mlp(), number))
-                for number in (2, 4, 8)
-            },
-            "top-1 of 8": lambda: training(MoeMlp(mlp(), router(8), 8)),
-            "top-1 of 8, capacity 1.05": lambda: training(MoeMlp(mlp(), router(8, capacity_factor=1.05), 8)),
-            "image-level top-1 of 8": lambda: training(MoeMlp(mlp(), router(8, kind=ImageRouter), 8)),
-            "pBE, two members, top-1 of 8": lambda: training(
-                MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8)
-            ),
-        },
-    )
-    yield Contest(
-        "layer, two experts a row",
-        {
-            "dense": lambda: training(mlp(2 * HIDDEN)),
-            "top-2 of 8": lambda: training(MoeMlp(mlp(), router(8, 2), 8)),
-            "top-2 of 8, capacity 1.05": lambda: training(MoeMlp(mlp(), router(8, 2, capacity_factor=1.05), 8)),
-            "WideNet: top-2 of 4, capacity 1.2": lambda: training(MoeMlp(mlp(), router(4, 2, capacity_factor=1.2), 4)),
-            "image-level top-1 of 8 and a shared expert": lambda: training(
-                SharedExpertMlp(mlp(), router(8, kind=ImageRouter), 8)
-            ),
-        },
-        {"WideNet: top-2 of 4, capacity 1.2": "a row of which both choices are full costs nothing"},
-    )
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "dense": mlp,
+        "random partition, 2 experts": lambda: EwaMlp(mlp(), 2),
+        "random partition, 4 experts": lambda: EwaMlp(mlp(), 4),
+        "random partition, 8 experts": lambda: EwaMlp(mlp(), 8),
+        "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
+        "top-1 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, capacity_factor=1.05), 8),
+        "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
+        "pBE, two members, top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8),
+    }
+    yield Contest("layer, one expert a row", training(layers, x, setting))
+    layers = {
+        "dense": lambda: mlp(2 * HIDDEN),
+        "top-2 of 8": lambda: MoeMlp(mlp(), router(8, 2), 8),
+        "top-2 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, 2, capacity_factor=1.05), 8),
+        "WideNet: top-2 of 4, capacity 1.2": lambda: MoeMlp(mlp(), router(4, 2, capacity_factor=1.2), 4),
+        "image-level top-1 of 8 and a shared expert": lambda: SharedExpertMlp(mlp(), router(8, kind=ImageRouter), 8),
+    }
+    notes = {"WideNet: top-2 of 4, capacity 1.2": "a row whose two choices are full costs nothing"}
+    yield Contest("layer, two experts a row", training(layers, x, setting), notes)
+
+
+def training(
+    layers: Mapping[str, Callable[[], nn.Module]], x: Tensor, setting: Setting
+) -> dict[str, Callable[[], Work]]:
+    """Make entries of a contest that train layers."""
+    return {name: partial(train_layer, make, x, setting) for name, make in layers.items()}
 
 
 def mlp(hidden: int = HIDDEN, width: int = WIDTH) -> Mlp:
@@ -68,12 +65,12 @@ def router(
     return kind(width, num_experts, top_k, loss_weights=BALANCE, **options)
 
 
-def train_layer(layer: nn.Module, x: Tensor, setting: Setting) -> Work:
-    """A forward and backward pass that leaves gradients of the input and of every parameter.
+def train_layer(make: Callable[[], nn.Module], x: Tensor, setting: Setting) -> Work:
+    """Make a forward and backward pass with gradients of the input and of every parameter.
 
-    Other packages' layers return their losses too: the output first, then the losses' weighted sum.
+    Layers of other packages return the output and the weighted sum of their losses.
     """
-    model = nn.Sequential(layer.train())  # a model for the function that adds the routers' losses
+    model = nn.Sequential(make().train())  # auxiliary_loss() takes a model
     compiled = setting.prepare(model)
     x = x.clone().requires_grad_()
     grad = torch.randn_like(x)
@@ -104,9 +101,9 @@ def saved_bytes(setting: Setting) -> Iterator[Row]:
 
 
 def _saved_bytes(layer: nn.Module, x: Tensor, setting: Setting) -> int:
-    """Bytes that the forward pass keeps, each storage once, parameters aside."""
+    """Count the bytes that the forward pass saves, each storage once, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
+    kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is reused
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor

@@ -1,6 +1,6 @@
-"""Other packages' expert layers on the same work: the same rows, router weights, experts, choices and active FLOPs.
+"""Expert layers of other packages on the same work: equal rows, router weights, experts, choices and active FLOPs.
 
-A peer that is not installed is left out: ``pip install -e ".[benchmarks]"`` brings those that install everywhere.
+A package that is not installed is left out. ``pip install -e ".[benchmarks]"`` installs them.
 """
 
 import importlib.util
@@ -13,11 +13,12 @@ from torch import nn
 
 from timm_moe.layers import MoeMlp
 
-from .layers import HIDDEN, TOKENS, WIDTH, mlp, router, train_layer
-from .protocol import Contest, Row, Setting, Work, run
+from .layers import HIDDEN, TOKENS, WIDTH, mlp, router, training
+from .protocol import Contest, Row, Setting, run
 
 EXPERTS = 8
-#: st-moe-pytorch and mixture-of-experts count places for rows and not for choices, and round down.
+SWIGLU_HIDDEN = HIDDEN * 2 // 3  # three matrices instead of two
+#: Of places to choices; st-moe-pytorch and mixture-of-experts count places per row, and round down.
 CAPACITY = 1.25
 
 
@@ -28,61 +29,44 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 def contests(setting: Setting) -> Iterator[Contest]:
     x = torch.randn(setting.pick(32, 128), TOKENS, WIDTH, device=setting.device)
-    train = partial(train_layer, x=x, setting=setting)
-    yield Contest(
-        f"top-2 of 8, capacity {CAPACITY} in each image",
-        _installed(
-            {
-                "dense": lambda: train(mlp(2 * HIDDEN)),
-                "timm_moe": lambda: train(
-                    MoeMlp(mlp(), router(EXPERTS, 2, capacity_factor=CAPACITY, group_images=1), EXPERTS)
-                ),
-                "st_moe_pytorch": lambda: train(st_moe()),
-                "mixture_of_experts": lambda: train(mixture_of_experts()),
-                "soft_moe_pytorch": lambda: train(soft_moe()),
-            }
-        ),
-        {
-            "st_moe_pytorch": "one-hot einsum over (rows, experts, places); also a z-loss",
-            "mixture_of_experts": "one-hot einsum over (rows, experts, places); experts without biases",
-            "soft_moe_pytorch": "another method: no choice, every place takes a mean of all rows of the image; as many "
-            "places as rows times 2, so the experts do the same work",
-        },
-    )
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "dense": lambda: mlp(2 * HIDDEN),
+        "timm_moe": lambda: MoeMlp(mlp(), router(EXPERTS, 2, capacity_factor=CAPACITY, group_images=1), EXPERTS),
+        "st_moe_pytorch": st_moe,
+        "mixture_of_experts": mixture_of_experts,
+        "soft_moe_pytorch": soft_moe,
+    }
+    notes = {
+        "st_moe_pytorch": "one-hot einsum over (rows, experts, places); also a z-loss",
+        "mixture_of_experts": "one-hot einsum over (rows, experts, places); experts without biases",
+        "soft_moe_pytorch": "another method: no choice, every place takes a mean of all rows of the image; as many "
+        "places as rows times 2, so the experts do the same work",
+    }
+    yield Contest(f"top-2 of 8, capacity {CAPACITY} in each image", training(_installed(layers), x, setting), notes)
     for top_k in (1, 2):
-        hidden = HIDDEN * 2 // 3  # three matrices instead of two
-        yield Contest(
-            f"top-{top_k} of 8 SwiGLU experts, nothing dropped",
-            _installed(
-                {
-                    "dense": lambda top_k=top_k, hidden=hidden: train(
-                        SwiGLUPacked(WIDTH, 2 * top_k * hidden, bias=False)
-                    ),
-                    "timm_moe": lambda top_k=top_k, hidden=hidden: train(
-                        MoeMlp(SwiGLUPacked(WIDTH, 2 * hidden, bias=False), router(EXPERTS, top_k), EXPERTS)
-                    ),
-                    **{
-                        f"transformers, {road}": lambda top_k=top_k, hidden=hidden, road=road: train(
-                            qwen3_moe(top_k, hidden, road)
-                        )
-                        for road in _roads(setting)
-                    },
-                }
-            ),
-            {f"transformers, {road}": "no balance loss" for road in _roads(setting)},
-        )
+        theirs = {f"transformers, {kind}": partial(qwen3_moe, top_k, kind) for kind in _kinds(setting)}
+        layers = {"dense": partial(swiglu, top_k), "timm_moe": partial(swiglu_moe, top_k), **theirs}
+        notes = dict.fromkeys(theirs, "no balance loss")
+        name = f"top-{top_k} of 8 SwiGLU experts, nothing dropped"
+        yield Contest(name, training(_installed(layers), x, setting), notes)
 
 
-def _roads(setting: Setting) -> tuple[str, ...]:
-    """Of transformers; its grouped_mm computes in float32 under autocast."""
+def _kinds(setting: Setting) -> tuple[str, ...]:
+    """List the implementations of transformers; its grouped_mm computes in float32 under autocast."""
     return ("eager", "grouped_mm") if setting.dtype == "float32" else ("eager",)
 
 
-def _installed(entries: dict[str, Callable[[], Work]]) -> dict[str, Callable[[], Work]]:
+def _installed(layers: dict[str, Callable[[], nn.Module]]) -> dict[str, Callable[[], nn.Module]]:
     own = ("dense", "timm_moe")
-    return {
-        name: entry for name, entry in entries.items() if name in own or importlib.util.find_spec(name.split(",")[0])
-    }
+    return {name: make for name, make in layers.items() if name in own or importlib.util.find_spec(name.split(",")[0])}
+
+
+def swiglu(networks: int) -> nn.Module:
+    return SwiGLUPacked(WIDTH, 2 * networks * SWIGLU_HIDDEN, bias=False)
+
+
+def swiglu_moe(top_k: int) -> nn.Module:
+    return MoeMlp(swiglu(1), router(EXPERTS, top_k), EXPERTS)
 
 
 def st_moe() -> nn.Module:
@@ -121,17 +105,17 @@ def soft_moe() -> nn.Module:
     return SoftMoE(WIDTH, num_experts=EXPERTS, num_slots=2 * TOKENS // EXPERTS)
 
 
-def qwen3_moe(top_k: int, hidden: int, road: str) -> nn.Module:
+def qwen3_moe(top_k: int, implementation: str) -> nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     config = Qwen3MoeConfig(
         hidden_size=WIDTH,
-        moe_intermediate_size=hidden,
+        moe_intermediate_size=SWIGLU_HIDDEN,
         num_experts=EXPERTS,
         num_experts_per_tok=top_k,
         norm_topk_prob=False,
-        experts_implementation=road,
+        experts_implementation=implementation,
     )
     layer = Qwen3MoeSparseMoeBlock(config)
     for parameter in layer.parameters():

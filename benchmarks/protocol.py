@@ -1,4 +1,4 @@
-"""How things are timed: side by side in one process, in shuffled rounds, a second baseline gauging the noise."""
+"""Timing: several pieces of work in one process, in shuffled rounds; a second copy of the baseline shows the noise."""
 
 import math
 import platform
@@ -16,7 +16,7 @@ import torch
 
 Work = Callable[[], object]
 
-#: A measurement counts if the second copy of the baseline takes this much of the time of the first.
+#: Ratios of the two copies of the baseline between which a measurement counts.
 GAUGE = (0.98, 1.02)
 ATTEMPTS = 3
 SHORTEST_SAMPLE = 0.05  # seconds
@@ -24,14 +24,14 @@ SHORTEST_SAMPLE = 0.05  # seconds
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how a suite is measured.
+    """Device, precision and mode of a suite.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast.
         mode: ``"eager"`` or ``"compiled"``.
-        allocator: ``"default"``, or ``"neutral"``: glibc's malloc keeps large blocks instead of giving them back.
-        rounds: of each contest.
+        allocator: ``"default"``, or ``"neutral"``, in which glibc's malloc keeps large blocks.
+        rounds: rounds of each contest.
     """
 
     device: str = "cpu"
@@ -44,23 +44,23 @@ class Setting:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put a module where it is measured, compiled if that is the mode."""
+        """Move a module to the device, and compile it in compiled mode."""
         module = module.to(self.device)
         return torch.compile(module) if self.mode == "compiled" else module
 
     def pick(self, cpu: int, cuda: int) -> int:
-        """A size that suits the device."""
+        """Pick a size for the device."""
         return cpu if self.device == "cpu" else cuda
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Pieces of work to be timed against each other.
+    """Pieces of work to compare.
 
     Attributes:
-        name: shown in the tables.
-        entries: functions that set the work up and return it; the first is the baseline.
-        notes: what an entry does differently.
+        name: name in the tables.
+        entries: functions that prepare the work and return it; the first is the baseline.
+        notes: notes on entries.
     """
 
     name: str
@@ -70,18 +70,18 @@ class Contest:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """A figure.
 
     Attributes:
-        contest: what was compared.
-        entry: who.
+        contest: name of the contest.
+        entry: name of the entry.
         ratio: median over the rounds of the ratio to the baseline of the same round.
         low: lower quartile.
         high: upper quartile.
-        value: median time, or whatever else ``unit`` says.
-        unit: of ``value``.
-        gauge: the ratio of the baseline's second copy; None where nothing is timed.
-        note: what this entry does differently.
+        value: median time, or another value in ``unit``.
+        unit: unit of ``value``.
+        gauge: ratio of the baseline's second copy; None if nothing is timed.
+        note: note on the entry.
     """
 
     contest: str
@@ -100,8 +100,8 @@ class Row:
 
 
 def run(contest: Contest, setting: Setting) -> list[Row]:
-    """Time a contest; one whose gauge shows too much noise is repeated, and the quietest attempt is kept."""
-    torch.compiler.reset()  # of one function torch compiles a few variants only, then it falls back to eager mode
+    """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt."""
+    torch.compiler.reset()  # torch compiles only a few variants of a function, then falls back to eager mode
     baseline = next(iter(contest.entries))
     works = {name: make() for name, make in contest.entries.items()}
     gauge = f"{baseline} (again)"
@@ -115,7 +115,7 @@ def run(contest: Contest, setting: Setting) -> list[Row]:
 
 
 def _warm_up(works: Mapping[str, Work], baseline: str, setting: Setting) -> int:
-    """Run everything twice; returns how often to repeat the work within a sample."""
+    """Run everything twice; returns the number of repetitions for a sample."""
     for work in works.values():
         _seconds(work, 2, setting)
     return max(1, math.ceil(SHORTEST_SAMPLE / _seconds(works[baseline], 1, setting)))
@@ -134,7 +134,7 @@ def _rounds(name: str, works: Mapping[str, Work], repeats: int, setting: Setting
 
 
 def _seconds(work: Work, repeats: int, setting: Setting) -> float:
-    """Of one repetition: of CPU time on CPUs, which other processes disturb less, else of the clock."""
+    """Time one repetition: CPU time on CPUs, which other processes disturb less, otherwise wall time."""
     clock = time.process_time if setting.device == "cpu" else time.perf_counter
     _synchronize(setting)
     start = clock()
@@ -150,7 +150,7 @@ def _synchronize(setting: Setting) -> None:
 
 
 def compare(contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str) -> list[Row]:
-    """The rows of a contest, given the seconds of each round and which entries are baseline and its second copy."""
+    """Compute the rows of a contest from the seconds of each round; ``gauge`` names the baseline's second copy."""
 
     def quartiles(entry: str) -> list[float]:
         return statistics.quantiles([a / b for a, b in zip(seconds[entry], seconds[baseline], strict=True)], n=4)
@@ -166,7 +166,7 @@ def compare(contest: Contest, seconds: Mapping[str, list[float]], baseline: str,
 
 
 def cpu_name() -> str:
-    """Maker and family of the CPU, and the widest of its instructions that decide how fast products are."""
+    """Name the CPU, with its widest instructions for matrix products."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     stated = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = stated.get("model name", platform.processor() or platform.machine())
@@ -177,7 +177,7 @@ def cpu_name() -> str:
 
 
 def environment(setting: Setting) -> dict[str, Any]:
-    """The hardware and the versions, for the results."""
+    """Collect hardware and versions for the results."""
     import datetime
 
     import timm

@@ -1,4 +1,4 @@
-"""docs/generated/benchmarks.md and its charts, from the results on disk."""
+"""Report of all results: docs/generated/benchmarks.md and its charts."""
 
 import json
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ Results = dict[str, dict[str, Any]]
 
 
 class Target(NamedTuple):
-    """A ratio that the package is held to.
+    """A bound on a ratio.
 
     Attributes:
-        what: shown in the table.
-        key: of the results.
-        contest: which contests, by how their names begin.
-        entry: which entries, by how their names begin.
-        bounds: on each device.
+        what: name in the table.
+        key: key of the results.
+        contest: start of the contest's name.
+        entry: start of the entry's name.
+        bounds: bound for each device.
     """
 
     what: str
@@ -94,7 +94,7 @@ _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def write(folder: Path) -> None:
-    """Write the report of all results in the folder."""
+    """Write the report of all results in a folder."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     parts = [TEXT.read_text().rstrip()]
     for machine, found in results.items():
@@ -107,7 +107,7 @@ def write(folder: Path) -> None:
 
 def _machine(machine: str, results: Results) -> Iterator[str]:
     device = machine.partition("-")[0]
-    yield from ("", "### Held to", "", "| what | reached | bound | |", "|---|---|---|---|")
+    yield from ("", "### Targets", "", "| figure | reached | bound | |", "|---|---|---|---|")
     for target in TARGETS:
         if device in target.bounds:
             yield _target_line(target, device, results)

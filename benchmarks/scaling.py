@@ -1,4 +1,4 @@
-"""What a layer costs as the number of experts, of rows and the width grow: ratios to the dense layer of equal FLOPs."""
+"""Layers by number of experts, number of rows and width, compared with dense layers of equal FLOPs."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,7 +7,7 @@ import torch
 
 from timm_moe.layers import EwaMlp, MoeMlp
 
-from .layers import WIDTH, mlp, router, train_layer
+from .layers import WIDTH, mlp, router, training
 from .protocol import Contest, Row, Setting, run
 
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
@@ -29,9 +29,9 @@ def measure(setting: Setting) -> Iterator[Row]:
 def _contest(name: str, num_experts: int, rows: int, width: int, setting: Setting) -> Contest:
     x = torch.randn(1, rows, width, device=setting.device)
     dense = partial(mlp, 4 * width, width)
-    entries = {
-        "dense": lambda: train_layer(dense(), x, setting),
-        "random partition": lambda: train_layer(EwaMlp(dense(), num_experts), x, setting),
-        "top-1": lambda: train_layer(MoeMlp(dense(), router(num_experts, width=width), num_experts), x, setting),
+    layers = {
+        "dense": dense,
+        "random partition": lambda: EwaMlp(dense(), num_experts),
+        "top-1": lambda: MoeMlp(dense(), router(num_experts, width=width), num_experts),
     }
-    return Contest(name, entries)
+    return Contest(name, training(layers, x, setting))

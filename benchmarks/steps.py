@@ -1,4 +1,4 @@
-"""Whole training steps: forward, backward, AdamW, averaging of the experts."""
+"""Whole training steps: forward, backward, AdamW and averaging of the experts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

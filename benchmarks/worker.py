@@ -1,4 +1,4 @@
-"""One suite in one setting, in a process of its own: ``python -m benchmarks.worker SUITE SETTING`` prints JSON."""
+"""A suite in one setting, in its own process: ``python -m benchmarks.worker SUITE SETTING`` prints JSON."""
 
 import dataclasses
 import importlib

@@ -1,9 +1,9 @@
-"""Experts in a loop of Accelerate's, on scikit-learn's digits:
+"""Train experts in an Accelerate loop, on scikit-learn's digits:
 
 accelerate launch examples/accelerate_loop.py [EPOCHS [MODEL]]
 
-MODEL is vit_tiny_ewa_moe, or one with routers as vmoe_s32. Each epoch is saved as a folder of run/, from the last of
-which the next call goes on; the export lies beside them.
+MODEL is vit_tiny_ewa_moe by default; vmoe_s32 has routers. Each epoch is saved as a folder in run/, and the next call
+resumes from the last one. The export is written there too.
 """
 
 import sys
@@ -36,9 +36,9 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates * accelerator.num_processes)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
-    # Experts need the three lines with a comment of their own.
-    averaging = start_averaging(model, optimizer, total_updates)  # before load_state, which brings its count back
-    set_seed(1, device_specific=True)  # partitions of its own in each process
+    # Experts need the three lines that end in a comment.
+    averaging = start_averaging(model, optimizer, total_updates)  # before load_state, which restores its count
+    set_seed(1, device_specific=True)  # each process draws its own partitions
     saved = sorted(Path("run").glob("epoch_*"), key=lambda folder: int(folder.name.removeprefix("epoch_")))
     if saved:
         accelerator.load_state(str(saved[-1]))

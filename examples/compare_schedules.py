@@ -1,7 +1,7 @@
-"""Share-rate schedules against dense training on scikit-learn's digits: python examples/compare_schedules.py [SEEDS]
+"""Compare share-rate schedules on scikit-learn's digits: python examples/compare_schedules.py [SEEDS]
 
-Every run of a seed gets the same batches. Reported is the test error of the model that would be exported, in percent,
-as mean and standard deviation over the seeds.
+All runs of a seed get the same batches. The table has the test error of the exported model in percent, mean and
+standard deviation over the seeds.
 """
 
 import sys

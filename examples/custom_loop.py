@@ -1,6 +1,6 @@
-"""EWA in a training loop of your own: python examples/custom_loop.py DATA_DIR [EPOCHS [BATCH_SIZE]]
+"""Train EWA in a loop of your own: python examples/custom_loop.py DATA_DIR [EPOCHS [BATCH_SIZE]]
 
-DATA_DIR holds train/<class>/*.png and test/<class>/*.png, small images (CIFAR-100 for instance).
+DATA_DIR holds small images, such as CIFAR-100's, in train/<class>/*.png and test/<class>/*.png.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
     total_updates = epochs * len(train_loader)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates)
-    # The one line that EWA needs. From here on each optimizer.step() is followed by an averaging of the experts.
+    # EWA needs this line only: from here on an averaging follows each optimizer.step().
     averaging = timm_moe.ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=total_updates)
 
     for epoch in range(epochs):
@@ -40,7 +40,7 @@ def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
             optimizer.step()
             scheduler.step()
             progress.set_postfix({"loss": f"{loss.item():.3f}", "share rate": f"{averaging.share_rate:.3f}"})
-        model.eval()  # evaluates the mean of the experts, which is what is exported
+        model.eval()  # evaluates the mean of the experts, as exported
         with torch.inference_mode():
             correct = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in test_loader)
         print(f"top-1 {100 * correct / len(test_set):.2f} %")

@@ -1,4 +1,4 @@
-"""Experts that outgrow one device, sharded by FSDP2 (torch >= 2.7 on CPUs), on scikit-learn's digits:
+"""Train experts sharded by FSDP2 (on CPUs: torch >= 2.7), on scikit-learn's digits:
 
 torchrun --nproc-per-node 2 examples/fsdp_loop.py [EPOCHS]
 """
@@ -40,11 +40,11 @@ def main(epochs: int = 10) -> None:
     fully_shard(model, **sharding)
 
     steps = len(images) // (BATCH_SIZE * world_size)
-    # Made after fully_shard, which replaces the parameters.
+    # The optimizer comes after fully_shard, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     timm_moe.ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=epochs * steps)
-    shuffle = torch.Generator().manual_seed(0)  # the same in all processes, of which each takes its part
-    torch.manual_seed(1 + rank)  # partitions of its own in each
+    shuffle = torch.Generator().manual_seed(0)  # the same in all processes; each takes its part
+    torch.manual_seed(1 + rank)  # each process draws its own partitions
     for epoch in range(epochs):
         model.train()
         for batch in torch.randperm(len(images), generator=shuffle)[rank::world_size].split(BATCH_SIZE)[:steps]:
@@ -59,7 +59,7 @@ def main(epochs: int = 10) -> None:
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {100 * accuracy:.1f} %")
 
-    # All processes take part; the first gets the whole weights, and a model that is not sharded takes them.
+    # All processes take part. The first one gets the whole weights and loads them into an unsharded model.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         whole = timm.create_model("vit_tiny_ewa_moe", **SIZE)

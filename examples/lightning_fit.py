@@ -1,4 +1,4 @@
-"""Experts under Lightning, on scikit-learn's digits: python examples/lightning_fit.py [EPOCHS]"""
+"""Train experts with Lightning, on scikit-learn's digits: python examples/lightning_fit.py [EPOCHS]"""
 
 import sys
 
@@ -24,7 +24,7 @@ class Classifier(lightning.LightningModule):
         images, labels = batch
         return nn.functional.cross_entropy(self.model(images), labels)
 
-    def validation_step(self, batch, batch_idx):  # of the mean of the experts, which is what is exported
+    def validation_step(self, batch, batch_idx):  # evaluates the mean of the experts, as exported
         images, labels = batch
         self.log("top-1", (self.model(images).argmax(1) == labels).float().mean())
 
@@ -36,7 +36,7 @@ def main(epochs: int = 10) -> None:
     lightning.seed_everything(0)
     train_set, test_set = (TensorDataset(*split) for split in load_images())
     module = Classifier()
-    # The one addition that experts need: the callback.
+    # Experts need the callback only.
     trainer = lightning.Trainer(max_epochs=epochs, callbacks=[ExpertCallback()], logger=False)
     trainer.fit(module, DataLoader(train_set, 64, shuffle=True), DataLoader(test_set, 250))
     print({name: round(value.item(), 3) for name, value in trainer.callback_metrics.items()})

@@ -1,4 +1,4 @@
-"""A router of your own, by length: tokens of like norm share an expert. It runs a script with the router registered:
+"""Route tokens by their norm with a router of your own, and run a script with it registered:
 
 python examples/own_router.py train.py --model vit_small_ewa_moe … --model-kwargs router=norm per_image=True
 python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR FOLDER
@@ -14,7 +14,7 @@ from timm_moe.layers import Router, routing_to
 
 
 class NormRouter(Router):
-    """The shortest 1/E of the tokens go to the first expert, and so on; a learned scale is each expert's factor."""
+    """Sends the 1/E of the tokens with the smallest norm to the first expert, and so on; each has a learned scale."""
 
     def __init__(self, dim, num_experts, per_image):
         super().__init__(num_experts)

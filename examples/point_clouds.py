@@ -1,10 +1,10 @@
-"""Expert weight averaging on point clouds (EWA, section 5.2 and table 5), with Point-BERT's classifier:
+"""Train EWA on point clouds (section 5.2 and table 5), with Point-BERT's classifier:
 
 python examples/point_clouds.py --data mnist --data-dir DIR --output results.json
 
-Trains one classifier for each variant and seed and prints a table. A seed gives all variants the same batches, and the
-same weights outside of the experts. Accuracies are of the last epoch on the test set: nothing is chosen by them.
-docs/point_clouds.md tells where data come from, and has the commands for ModelNet40.
+One classifier is trained for each variant and seed, and a table is printed. A seed gives all variants the same batches
+and the same weights outside of the experts. Accuracies are of the last epoch on the test set, without selection.
+docs/ewa.md has the commands and says where the data come from.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import timm_moe
 from timm_moe.callbacks import add_router_losses, start_averaging
 
-#: Of convert_to_moe. Naive is a Switch layer with the capacity that the paper has for point clouds (section 6).
+#: Options of convert_to_moe. Naive is a Switch layer with the paper's capacity for point clouds (section 6).
 NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.2, aux_loss="balance", aux_loss_weight=0.01)
 VARIANTS = {
     "dense": {},
@@ -37,8 +37,8 @@ VARIANTS = {
     "early-ewa": {**NAIVE, "share_schedule": "early"},
 }
 AVERAGED = ("ewa", "early-ewa")
-#: Of the model and its training. "paper" follows Point-BERT's PointTransformer.yaml; with num_points, each step takes
-#: that many of sampled_points far points anew, scales and moves them. Without, groups are made once.
+#: Options of the model and its training. "paper" follows Point-BERT's PointTransformer.yaml: each step draws num_points
+#: of sampled_points far points, scales and moves them. Without num_points, groups are made once.
 SIZES = {
     "small": dict(
         model=dict(
@@ -60,10 +60,10 @@ VOTES = 10
 
 
 def sample(points: Tensor, size: dict, generator: torch.Generator) -> Tensor:
-    """Random ``num_points`` of ``sampled_points`` far points (B, N, 3), each cloud scaled and moved (Point-BERT)."""
+    """Draw ``num_points`` of ``sampled_points`` far points (B, N, 3); scale and move each cloud (Point-BERT)."""
     device, count = points.device, min(size["sampled_points"], points.shape[1])
     start = torch.randint(points.shape[1], (1,), generator=generator).item()
-    points = points.roll(-start, 1)  # the farthest points begin at the first one
+    points = points.roll(-start, 1)  # sampling begins at the first point
     points = gather_points(points, farthest_points(points, count))
     points = points[:, torch.randperm(count, generator=generator)[: size["num_points"]].to(device)]
     scale, move = torch.rand(2, len(points), 1, 3, generator=generator).to(device)
@@ -71,12 +71,12 @@ def sample(points: Tensor, size: dict, generator: torch.Generator) -> Tensor:
 
 
 class Batches:
-    """Clouds in batches, on a device, as what the classifier takes.
+    """Batches of clouds on a device, as inputs of the classifier.
 
     Args:
-        clouds: with as many points each.
-        size: of SIZES.
-        device: of the model.
+        clouds: all with the same number of points.
+        size: a key of SIZES.
+        device: the model's.
     """
 
     def __init__(self, clouds: Clouds, size: dict, device: torch.device):
@@ -88,7 +88,7 @@ class Batches:
             self.groups = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
     def inputs(self, rows: Tensor, generator: torch.Generator | None) -> Tensor | tuple[Tensor, ...]:
-        """Those clouds; drawn anew where there is a generator and the size asks for it."""
+        """Return these clouds; points are drawn again if a generator is given and the size has num_points."""
         if self.size["num_points"] is None:
             return tuple(tensor[rows].to(self.device) for tensor in self.groups)
         points = self.points[rows].to(self.device)
@@ -97,14 +97,14 @@ class Batches:
         return sample(points, self.size, generator)
 
     def shuffled(self, generator: torch.Generator) -> Iterator[tuple[Tensor | tuple[Tensor, ...], Tensor]]:
-        """Inputs and labels of one epoch; clouds that fill no batch are left out."""
+        """Yield inputs and labels of one epoch, without a last incomplete batch."""
         for rows in torch.randperm(len(self.labels), generator=generator).split(self.size["batch_size"]):
             if len(rows) == self.size["batch_size"]:
                 yield self.inputs(rows, generator), self.labels[rows].to(self.device)
 
     @torch.inference_mode()
     def logits(self, model: nn.Module, votes: int = 0) -> Tensor:
-        """Of all clouds in their order; with votes, the mean over that many draws of each."""
+        """Compute the logits of all clouds in order; with votes, the mean over that many draws."""
         model.eval()
         generators = [torch.Generator().manual_seed(vote) for vote in range(votes)] or [None]
         parts = torch.arange(len(self.labels)).split(self.size["batch_size"])
@@ -112,7 +112,7 @@ class Batches:
         return torch.stack(drawn).mean(0)
 
     def accuracy(self, logits: Tensor) -> float:
-        """Top-1 in percent."""
+        """Top-1 accuracy in percent."""
         return 100 * (logits.argmax(1) == self.labels).float().mean().item()
 
 
@@ -120,7 +120,7 @@ class Batches:
 
 
 def make_model(variant: str, seed: int, num_classes: int, settings: dict, checkpoint: Path | None) -> PointTransformer:
-    """The classifier of a variant. Of one seed, all have the same weights outside of the experts."""
+    """Create the classifier of a variant. All variants of a seed have the same weights outside of the experts."""
     torch.manual_seed(seed)
     model = PointTransformer(num_classes, **settings["training"]["model"])
     if checkpoint:
@@ -133,7 +133,7 @@ def make_model(variant: str, seed: int, num_classes: int, settings: dict, checkp
 
 
 def train(model: nn.Module, batches: Batches, epochs: int, seed: int, name: str) -> None:
-    """Train a classifier, dense or of experts."""
+    """Train a classifier, dense or with experts."""
     size, generator = batches.size, torch.Generator().manual_seed(seed)
     steps = len(batches.labels) // size["batch_size"]
     optimizer = create_optimizer_v2(model, "adamw", lr=size["lr"], weight_decay=size["weight_decay"])
@@ -162,11 +162,11 @@ def train(model: nn.Module, batches: Batches, epochs: int, seed: int, name: str)
 
 
 def run(variant: str, seed: int, sets: dict[str, Batches], num_classes: int, args: argparse.Namespace) -> dict:
-    """Train and measure one model. Of EWA, what is measured is the dense classifier that comes out of it."""
+    """Train and measure one model. For EWA, the dense classifier is measured."""
     settings = settings_of(args)
     model = make_model(variant, seed, num_classes, settings, args.checkpoint).to(args.device)
     parameters, start = sum(parameter.numel() for parameter in model.parameters()), time.perf_counter()
-    torch.manual_seed(seed)  # of what is random in training
+    torch.manual_seed(seed)  # for the draws of the training
     train(model, sets["train"], args.epochs, seed, f"{variant}, seed {seed}")
     result = {"variant": variant, "seed": seed, "settings": settings, "parameters": parameters}
     result["seconds"] = round(time.perf_counter() - start, 1)
@@ -186,7 +186,7 @@ def run(variant: str, seed: int, sets: dict[str, Batches], num_classes: int, arg
 
 
 def settings_of(args: argparse.Namespace) -> dict:
-    """What a result depends on; equal settings make runs comparable."""
+    """Settings that a result depends on; runs with equal settings are comparable."""
     training = {**SIZES[args.size], "epochs": args.epochs}
     settings = dict(
         data=args.data, train_clouds=args.train_clouds, test_clouds=args.test_clouds, share_rate=args.share_rate,
@@ -196,7 +196,7 @@ def settings_of(args: argparse.Namespace) -> dict:
 
 
 def read_results(path: Path) -> list[dict]:
-    """The runs of a results file; none if there is no file."""
+    """Read the runs of a results file; a missing file has no runs."""
     if not path.is_file():
         return []
     try:
@@ -208,7 +208,7 @@ def read_results(path: Path) -> list[dict]:
 
 
 def write_results(path: Path, runs: list[dict]) -> None:
-    """Replace the file at once, so that it is whole at any time."""
+    """Replace the file in one step, so that it is always whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(runs, indent=1) + "\n")
@@ -216,7 +216,7 @@ def write_results(path: Path, runs: list[dict]) -> None:
 
 
 def table(runs: list[dict], metric: str = "accuracy") -> str:
-    """Of each variant: mean over the seeds, its standard error, and the paired difference to dense, in Markdown."""
+    """Format for each variant the mean over the seeds, its standard error and the paired difference from dense."""
     by_variant = {name: {run["seed"]: run for run in runs if run["variant"] == name} for name in VARIANTS}
     dense = by_variant["dense"]
     lines = [
@@ -241,7 +241,7 @@ def _mean_and_error(values: list[float], sign: str = "") -> str:
 
 
 def print_tables(runs: list[dict]) -> None:
-    """The table of the runs, the one with votes if there were, and what exporting changed."""
+    """Print the table of the runs, the table with votes if there were any, and the difference made by exporting."""
     print("", table(runs), sep="\n")
     if runs and all("voted" in run for run in runs):
         print(f"\nWith {VOTES} votes:", "", table(runs, "voted"), sep="\n")
@@ -253,10 +253,10 @@ def print_tables(runs: list[dict]) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Options of the command, checked; those that do not fit each other end it with one sentence."""
+    """Parse and check the options of the command; options that do not fit each other end it with one sentence."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", choices=READERS, required=True)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder of its files (docs/point_clouds.md)")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of its files (docs/ewa.md)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -284,7 +284,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def read_sets(args: argparse.Namespace) -> tuple[dict[str, Batches], int]:
-    """The sets of clouds by split, and the number of their classes."""
+    """Read the sets of clouds by split; also return the number of classes."""
     sets = {}
     for split, limit in (("train", args.train_clouds), ("test", args.test_clouds)):
         clouds = READERS[args.data](args.data_dir, split, limit)

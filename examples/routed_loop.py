@@ -1,4 +1,4 @@
-"""Routed experts in a training loop of your own, on scikit-learn's digits: python examples/routed_loop.py [EPOCHS]"""
+"""Train routed experts in a loop of your own, on scikit-learn's digits: python examples/routed_loop.py [EPOCHS]"""
 
 import sys
 
@@ -20,7 +20,7 @@ def main(epochs: int = 10) -> None:
     for epoch in range(epochs):
         model.train()
         for batch in torch.randperm(len(images)).split(64):
-            # The one addition that routers need: their losses of this forward, in the loss.
+            # Routers need one addition: their losses of this forward.
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch]) + timm_moe.auxiliary_loss(model)
             optimizer.zero_grad()
             loss.backward()

@@ -1,14 +1,14 @@
-"""ViMoE's segmentation (arXiv 2410.15732, section 6.2) on CamVid: python examples/segmentation.py CAMVID --output DIR
+"""Segment CamVid as ViMoE does (arXiv 2410.15732, section 6.2): python examples/segmentation.py CAMVID --output DIR
 
-A dense ViT is trained first. Each variant begins as a copy of it, and all are then trained alike: a linear layer on the
-patch tokens of the last block, every token routed by itself, layer decay, one scale. The table of all runs in DIR is
-printed at the end; a run that is finished is not run again. `--table DIR/results.json` prints it without training.
+A dense ViT is trained first. Each variant begins as a copy of it and is trained by the same recipe: a linear layer on
+the patch tokens of the last block, routing by token, layer decay, one scale. Finished runs in DIR are not repeated, and
+the table of all runs is printed at the end. `--table DIR/results.json` prints it without training.
 
-With DINOv2's weights and ADE20K's crops of 518 x 518 pixels, the paper's model would be
+The paper's model, with DINOv2's weights and ADE20K's crops of 518 x 518 pixels, is
 
     Segmenter("vimoe_s14_shared", 150, pretrained=True, img_size=518, routing_unit="token", aux_loss_weight=0.001)
 
-It needs the extra evaluate.
+The example needs the extra evaluate.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence
 VOID = 11
 SIZE = dict(patch_size=8, embed_dim=64, num_heads=2, init_values=1.0)  # 12 blocks, as in ViT-S
 TOKENS = dict(num_experts=4, routing_unit="token", aux_loss_weight=0.001)
-#: Options that all runs of a table have in common, and those of the dense model that they begin from.
+#: Options that all runs of a table share, and the options of the dense model that they begin from.
 START = ("img_size", "start_epochs", "start_lr")
 SETTINGS = (*START, "epochs", "lr")
 BATCH, WEIGHT_DECAY, LAYER_DECAY, PADDING = 16, 0.05, 0.65, 8
@@ -77,7 +77,7 @@ def make(variant: str, options: argparse.Namespace) -> Segmenter:
 
 
 def load_split(camvid: Path, split: str, config: Mapping[str, Any]) -> TensorDataset:
-    """The images (N, 3, H, W) of a split and their labels (N, H, W), in memory."""
+    """Load the images (N, 3, H, W) of a split and their labels (N, H, W) into memory."""
     data = MaskedImages(camvid / split, camvid / f"{split}annot", config, CLASSES, VOID)
     print(f"reading {len(data)} images of {data.root}", flush=True)
     images, labels = zip(*(data[index] for index in range(len(data))), strict=True)
@@ -85,7 +85,7 @@ def load_split(camvid: Path, split: str, config: Mapping[str, Any]) -> TensorDat
 
 
 class Augmented(TensorDataset):
-    """With random crops of padded images, and flips."""
+    """Dataset with random crops of padded images, and flips."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         image, labels = super().__getitem__(index)
@@ -97,7 +97,7 @@ class Augmented(TensorDataset):
 def train(
     model: Segmenter, data: TensorDataset, epochs: int, lr: float, layer_decay: float, seed: int, name: str
 ) -> None:
-    torch.manual_seed(seed)  # nothing in these models is random, so all variants see the same batches
+    torch.manual_seed(seed)  # these models draw nothing, so all variants see the same batches
     loader = DataLoader(Augmented(*data.tensors), BATCH, shuffle=True)
     groups = param_groups_layer_decay(model.backbone, WEIGHT_DECAY, layer_decay=layer_decay)
     optimizer = torch.optim.AdamW([*groups, {"params": model.head.parameters()}], lr, weight_decay=WEIGHT_DECAY)
@@ -120,7 +120,7 @@ def train(
 
 @torch.inference_mode()
 def mean_iou(model: Segmenter, data: TensorDataset) -> float:
-    """Intersection over union of all pixels that have a class, averaged over the classes; in percent."""
+    """Mean IoU over the classes in percent, of all pixels that have a class."""
     metric = MulticlassJaccardIndex(len(CLASSES), ignore_index=VOID)
     model.eval()
     for images, labels in DataLoader(data, BATCH):
@@ -129,7 +129,7 @@ def mean_iou(model: Segmenter, data: TensorDataset) -> float:
 
 
 def start_of_all(data: dict[str, TensorDataset], options: argparse.Namespace) -> dict[str, Tensor]:
-    """The weights of the dense model, from the file of an earlier call if there is one."""
+    """Return the weights of the dense model, from the file of an earlier call if it exists."""
     file = options.output / "start.pth"
     if file.is_file():
         saved = torch.load(file)
@@ -147,7 +147,7 @@ def start_of_all(data: dict[str, TensorDataset], options: argparse.Namespace) ->
 def run(
     variant: str, seed: int, start: dict[str, Tensor], data: dict[str, TensorDataset], options: argparse.Namespace
 ) -> None:
-    """Train a variant from the dense weights; writes its results and, if it has experts, its backbone for timm."""
+    """Train a variant from the dense weights; write its results and, if it has experts, its backbone for timm."""
     name = f"{variant}-{seed}"
     file = options.output / "runs" / f"{name}.json"
     if file.is_file():
@@ -156,7 +156,7 @@ def run(
         return
     torch.manual_seed(seed)
     model = make(variant, options)
-    model.load_state_dict(start)  # which makes each expert a copy of the dense network
+    model.load_state_dict(start)  # each expert becomes a copy of the dense network
     before, begin = mean_iou(model, data["test"]), time.monotonic()
     train(model, data["train"], options.epochs, options.lr, LAYER_DECAY, seed, name)
     result = {"variant": variant, "seed": seed, "before": before, "seconds": time.monotonic() - begin}
@@ -180,7 +180,7 @@ def require_same(file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
 
 
 def collect(output: Path) -> dict[str, Any]:
-    """All finished runs, also written to results.json."""
+    """Collect all finished runs, and write them to results.json."""
     runs = [json.loads(file.read_text()) for file in sorted((output / "runs").glob("*.json"))]
     common = [run.pop("settings") for run in runs]
     versions = {"timm": timm.__version__, "torch": torch.__version__, "timm_moe": timm_moe.__version__}
@@ -190,7 +190,7 @@ def collect(output: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Means over the seeds with standard errors; differences are those of runs of the same seed."""
+    """Format means over the seeds with standard errors; differences are paired by seed."""
     by_variant: dict[str, dict[int, dict[str, float]]] = {}
     for run in results["runs"]:
         by_variant.setdefault(run["variant"], {})[run["seed"]] = run
@@ -245,7 +245,7 @@ def main(options: argparse.Namespace) -> None:
     if options.table is not None:
         print(table(json.loads(options.table.read_text())))
         return
-    torch.set_num_threads(1)  # models as small as these only lose time to a second thread
+    torch.set_num_threads(1)  # a second thread slows such small models down
     options.output.mkdir(parents=True, exist_ok=True)
     config = preprocessing(make("dense", options).backbone)
     data = {split: load_split(options.camvid, split, config) for split in ("train", "test")}

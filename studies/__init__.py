@@ -1,1 +1,1 @@
-"""Every claim as a study that anyone can run: ``python -m studies``. Not part of the installed package."""
+"""Studies that anyone can run: ``python -m studies``. Not part of the installed package."""

@@ -1,4 +1,4 @@
-"""The command: ``python -m studies [NAME ...]`` runs what is missing and writes results and page."""
+"""The command ``python -m studies [NAME ...]``: runs what is missing, then writes the results and both pages."""
 
 import argparse
 import os
@@ -34,17 +34,17 @@ def main() -> None:
         help="with timm's train.py and validate.py; by default $TIMM_SCRIPTS",
     )
     parser.add_argument(
-        "--output", type=Path, default=HERE / "runs", metavar="DIR", help="of the runs (default: studies/runs)"
+        "--output", type=Path, default=HERE / "runs", metavar="DIR", help="folder of the runs (default: studies/runs)"
     )
     parser.add_argument(
         "--missing",
         action="store_true",
-        help="leave out runs whose figures stand in studies/results, by whichever machine",
+        help="leave out runs whose figures are in studies/results, no matter which machine measured them",
     )
-    parser.add_argument("--report", action="store_true", help="run nothing, write the page of earlier results")
+    parser.add_argument("--report", action="store_true", help="run nothing, write the pages of earlier results")
     args = parser.parse_args()
     if args.report and (args.names or args.seeds):
-        parser.error("--report writes the page of all results: it takes no study and no --seeds")
+        parser.error("--report writes the pages of all results: it takes no study and no --seeds")
     unknown = set(args.names) - set(STUDIES)
     if unknown:
         parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
@@ -54,7 +54,7 @@ def main() -> None:
         parser.error(f"{', '.join(without)} cannot be run with --size {args.size}")
     try:
         failed = [] if args.report else _run_all([STUDIES[name] for name in names], args, parser)
-        _tell_of_claims(page.write(HERE / "results"))
+        _report_stale(page.write(HERE / "results"))
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -64,7 +64,11 @@ def main() -> None:
 
 
 def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Do what is missing of each study; lines about what failed. Whatever can be is refused before the first run."""
+    """Run what each study lacks. Mistakes that can be found before the first run are.
+
+    Returns:
+        A line for each run that failed.
+    """
     if args.data_dir is None:
         parser.error("give the folder of the images by --data-dir")
     scripts = [Path(args.scripts or "", name) for name in ("train.py", "validate.py")]
@@ -80,13 +84,9 @@ def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argpars
     return work_off(runs, jobs, lambda run: _keep([run], args))
 
 
-def _tell_of_claims(not_borne_out: int) -> None:
-    if not_borne_out:
-        print(
-            f"Claims of {page.PAGE} that the results do not bear out: {not_borne_out}. Each says so in its place; they "
-            "stand in studies/catalogue and studies/results.md.",
-            file=sys.stderr,
-        )
+def _report_stale(lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join(["Findings in studies/catalogue that disagree with the results:", *lines]), file=sys.stderr)
 
 
 def _at_least_one(text: str) -> int:
@@ -96,7 +96,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _place(size: Size, args: argparse.Namespace) -> Place:
-    """With its images."""
+    """Prepare the folder of a setting, with its images."""
     root = args.output / size.setting
     root.mkdir(parents=True, exist_ok=True)
     parts = {name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()}
@@ -104,7 +104,7 @@ def _place(size: Size, args: argparse.Namespace) -> Place:
 
 
 def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
-    """All that belongs to a study, or what its results lack; what is known already is kept first.
+    """List the runs of a study, with ``--missing`` only those that its results lack. Store what is known already.
 
     Raises:
         FileExistsError: if the results are of other options, images or deployments.
@@ -120,14 +120,14 @@ def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
         return results.missing(path, runs)
     if others := results.from_elsewhere(path, runs):
         print(
-            f"{others} figures in {path} were measured elsewhere; runs here take their place without --missing.",
+            f"{others} figures in {path} were measured elsewhere; runs here replace them, except with --missing.",
             file=sys.stderr,
         )
     return runs
 
 
 def _keep(runs: Sequence[Run], args: argparse.Namespace) -> None:
-    """Write what is known of runs of one study."""
+    """Write the results of runs of one study."""
     results.write(_results(runs[0].study, args), runs, keep=args.missing)
 
 

@@ -1,6 +1,6 @@
-"""timm's train.py with what it has no option for: ``python -m studies.callbacks NAME[=VALUE] train.py OPTIONS``.
+"""Additions to timm's train.py: ``python -m studies.callbacks NAME[=VALUE] train.py OPTIONS``.
 
-The script is run as it is; what is added stands in timm's factories of optimizers and schedulers before it starts.
+The script itself is unmodified. An addition wraps timm's factory of optimizers or schedulers before the script starts.
 """
 
 import functools
@@ -25,7 +25,7 @@ from . import candidates
 
 
 def switch_ema(window: str) -> None:
-    """Switch EMA at the end of each epoch; the average's window is this part of an epoch."""
+    """Switch EMA at the end of each epoch; the window of the average is a fraction of an epoch."""
 
     def attach(optimizer: Optimizer, *, updates_per_epoch: int, **_: Any) -> None:
         SwitchEma(optimizer, 1 - 1 / (float(window) * updates_per_epoch), updates_per_epoch)
@@ -34,7 +34,7 @@ def switch_ema(window: str) -> None:
 
 
 def lr_divided(value: str) -> None:
-    """The learning rate of the networks that EWA would convert, divided: ``every-2/4`` by 4 in every second block."""
+    """Divide the learning rate of the networks that EWA would convert: ``every-2/4`` by 4 in every second block."""
     places, divisor = _places_and_divisor(value)
 
     def divide(optimizer: Optimizer, arguments: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ def _divide(optimizer: Optimizer, model: nn.Module, places: str, divisor: float)
 
 
 def begin_divided(value: str) -> None:
-    """The weights that the networks begin with, divided: ``every-2/2`` as the mean of four that are drawn apart."""
+    """Divide the initial weights of these networks; ``every-2/2`` gives the size of a mean of four independent ones."""
     places, divisor = _places_and_divisor(value)
     _change(lambda model: _divide_weights(model, places, divisor))
 
@@ -67,13 +67,13 @@ def _places_and_divisor(value: str) -> tuple[str, float]:
 
 
 def _networks(model: nn.Module, places: str) -> list[nn.Module]:
-    """The feed-forward networks that EWA would convert."""
+    """List the feed-forward networks that EWA would convert."""
     paths = ffn_paths(model)
     return [model.get_submodule(paths[block]) for block in select_blocks(places, len(paths))]
 
 
 def _freeze_all_but_fusion(model: nn.Module) -> None:
-    """Nothing is trained but the weights by which experts are fused, of experts that were trained before (XFT)."""
+    """Train only the weights that fuse the experts, which were trained before (XFT)."""
     fusions = [module for module in model.modules() if isinstance(module, Fusion)]
     if not fusions:
         raise ValueError("The model has no experts that learned weights fuse: give it router=fused.")
@@ -83,12 +83,12 @@ def _freeze_all_but_fusion(model: nn.Module) -> None:
 
 
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
-    """A callback without a value that changes the model."""
+    """Make a callback without a value, which changes the model."""
     return lambda value: _change(change)
 
 
 def _change(change: Callable[[nn.Module], object]) -> None:
-    """Change the model before its optimizer is made."""
+    """Change the model before its optimizer is created."""
     _around(timm.optim, "create_optimizer_v2", before=lambda arguments: change(arguments["model_or_params"]))
 
 
@@ -98,12 +98,12 @@ def _around(
     before: Callable[[dict[str, Any]], object] | None = None,
     after: Callable[[Any, dict[str, Any]], object] | None = None,
 ) -> None:
-    """Let a factory of timm's show the arguments that it is given, and what it made of them."""
+    """Wrap a factory of timm: call ``before`` with its arguments, and ``after`` with its result and its arguments."""
     make = getattr(module, name)
     signature = inspect.signature(make)
 
     @functools.wraps(make)
-    def make_and_show(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         if before is not None:
             before(arguments)
@@ -112,7 +112,7 @@ def _around(
             after(made, arguments)
         return made
 
-    setattr(module, name, make_and_show)
+    setattr(module, name, wrapped)
 
 
 CALLBACKS: dict[str, Callable[[str], None]] = {
@@ -127,7 +127,7 @@ CALLBACKS: dict[str, Callable[[str], None]] = {
 
 
 def main(name: str, script: str, *options: str) -> None:
-    """Run a script of timm's with a callback."""
+    """Run a script of timm with a callback."""
     name, _, value = name.partition("=")
     CALLBACKS[name](value)
     sys.argv = [script, *options]

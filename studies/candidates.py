@@ -1,4 +1,4 @@
-"""Ways to merge experts that the package does not have, tried by the study ``search``."""
+"""Ways of merging experts that only the study ``search`` tries."""
 
 import math
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from timm_moe.schedules import SCHEDULES
 
 
 def cyclic(progress: float, share_rate: float) -> float:
-    """Ten times in a run experts stay apart and are averaged in the last tenth of the cycle."""
+    """Average the experts in the last tenth of each of ten cycles."""
     return share_rate if progress * 10 % 1 > 0.9 or progress == 1 else 0.0
 
 
 def annealed(progress: float, share_rate: float) -> float:
-    """The rate rises as a cosine schedule's learning rate falls."""
+    """Raise the rate as a cosine schedule lowers the learning rate."""
     return share_rate * (1 - math.cos(math.pi * progress)) / 2
 
 
 def last(progress: float, share_rate: float) -> float:
-    """Experts stay apart, and are averaged in the last tenth of the run, at the lowest learning rates."""
+    """Average the experts in the last tenth of the run, at the lowest learning rates."""
     return share_rate if progress > 0.9 else 0.0
 
 
@@ -30,37 +30,35 @@ CANDIDATES: dict[str, Callable[[float, float], float]] = {"cyclic": cyclic, "ann
 
 
 def follow(schedule: str, model: nn.Module) -> None:
-    """Let the experts of a model be averaged by a candidate, which its options, stored in checkpoints, cannot name."""
+    """Average a model's experts by a candidate; it is set here because the options in checkpoints cannot name it."""
     SCHEDULES[schedule] = CANDIDATES[schedule]
     for layer in moe_layers(model).values():
         layer.share_schedule = schedule  # type: ignore[assignment]
 
 
 def rate_by_depth(model: nn.Module) -> None:
-    """The last layer of experts is averaged at its full rate, the first at the smallest part of it."""
+    """Raise the rate with the depth: layer n of N is averaged at n / N of the rate."""
     layers = list(moe_layers(model).values())
     for number, layer in enumerate(layers, start=1):
         layer.share_rate = layer.share_rate * number / len(layers)  # type: ignore[operator, assignment]
 
 
 class ImagePartition(RandomPartition):
-    """Partition of the images over the experts, as equal as may be: all rows of an image go to one expert.
-
-    So each expert sees images, crops and augmentations of its own.
-    """
+    """Random partition of the images into equal parts: all rows of an image go to one expert."""
 
     routing_unit = "image"
 
     def forward(self, x: Tensor) -> Routing:
-        """Partition the images of x of shape (B, N, D)."""
+        """Partition the images of x (B, N, D)."""
         of_images = super().forward(x[:, 0])
         rows = x.shape[1]
         row = torch.arange(rows, device=x.device)
-        order, place = ((index.view(-1, 1) * rows + row).flatten() for index in (of_images.order, of_images.place))
-        return Routing(order, of_images.ends * rows, place.unsqueeze(1), None)
+        indices = (of_images.token_indices, of_images.slots)
+        token_indices, slots = ((index.view(-1, 1) * rows + row).flatten() for index in indices)
+        return Routing(token_indices, of_images.offsets * rows, slots.unsqueeze(1), None)
 
 
 def whole_images(model: nn.Module) -> None:
-    """An image's rows all go to one expert."""
+    """Send all rows of an image to one expert."""
     for layer in moe_layers(model).values():
         layer.router = ImagePartition(layer.num_experts)

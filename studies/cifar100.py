@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 
 def write(batch: Mapping[str, Any], classes: list[str], folder: Path) -> None:
-    """Write ``<class>/<name>.png``, the names as the dataset has them.
+    """Write ``<class>/<name>.png`` with the dataset's own names.
 
     Args:
-        batch: as the dataset stores it: ``"data"`` of shape (N, 3072), ``"fine_labels"`` and ``"filenames"``.
-        classes: their names.
-        folder: of the classes.
+        batch: a file of the dataset, with ``"data"`` (N, 3072), ``"fine_labels"`` and ``"filenames"``.
+        classes: names of the classes.
+        folder: folder for the folders of the classes.
     """
     for name in classes:
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -29,13 +29,13 @@ def write(batch: Mapping[str, Any], classes: list[str], folder: Path) -> None:
 
 
 def main() -> None:
-    """Download, check and write."""
+    """Download CIFAR-100, check it and write the images."""
     parser = argparse.ArgumentParser(prog="python -m studies.cifar100", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="becomes train/<class>/ and test/<class>/")
     folder = parser.parse_args().folder
     source = folder / "download"
     try:
-        classes = CIFAR100(source, download=True).classes  # which checks the files
+        classes = CIFAR100(source, download=True).classes  # checks the files too
     except OSError as error:
         sys.exit(f"CIFAR-100 cannot be downloaded from {CIFAR100.url} to {source}: {error}")
     for split in ("train", "test"):

@@ -1,7 +1,7 @@
-"""A deployed model on clean and on corrupted test images: ``python -m studies.corruptions MODEL FILE OPTIONS``.
+"""Evaluation on clean and on corrupted test images: ``python -m studies.corruptions MODEL FILE OPTIONS``.
 
-Four corruptions of two strengths each, in the manner of CIFAR-100-C (arXiv 1903.12261). They are made as the images are
-read, each by a seed of its own, so every model sees the same ones.
+Four corruptions of two strengths each, similar to CIFAR-100-C (arXiv 1903.12261). They are applied as the images are
+read, each with its own seed, so every model sees the same images.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
 
-#: From an RGB image to another one of its size.
+#: Maps an RGB image to another one of its size.
 Corruption = Callable[[Image.Image], Image.Image]
 
 
@@ -69,11 +69,11 @@ CORRUPTIONS: dict[str, Corruption] = {
 
 
 class CorruptedReader:
-    """A reader of timm's whose images are corrupted.
+    """A reader of timm that corrupts its images.
 
     Args:
-        reader: of the clean images.
-        corruption: applied to each image, with a random generator that depends on the image's number alone.
+        reader: reader of the clean images.
+        corruption: applied to each image, with a seed that is the number of the image.
     """
 
     def __init__(self, reader: Any, corruption: Corruption):
@@ -92,10 +92,10 @@ class CorruptedReader:
 
 
 def measure(model: str, images: ImageDataset, inference: Inference) -> dict[str, dict[str, float]]:
-    """Evaluate a model on clean images and on those of each corruption.
+    """Evaluate a model on clean images and on each corruption of them.
 
     Returns:
-        ``"clean"``, each corruption by its name, and ``"corrupted"``, the mean over all of them: error, NLL and ECE.
+        Error, NLL and ECE for ``"clean"``, for each corruption by its name, and for ``"corrupted"``, their mean.
     """
     clean = images.reader
     measured = {"clean": evaluate([model], images, inference=inference)}
@@ -108,7 +108,7 @@ def measure(model: str, images: ImageDataset, inference: Inference) -> dict[str,
 
 
 def main() -> None:
-    """Measure and write a JSON file."""
+    """Evaluate the model and write a JSON file."""
     parser = argparse.ArgumentParser(prog="python -m studies.corruptions", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""How what counts is made of a finished training: commands, and where their result is."""
+"""Commands that make a model to measure from a finished training."""
 
 import sys
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import ClassVar, Protocol
 
 
 class Deployment(Protocol):
-    """Makes what is measured, or what another training needs, of train.py's folder.
+    """Makes a model to measure, or the input of another training, from train.py's folder.
 
     Attributes:
-        told: what is deployed, in words or as a command.
+        description: the result in words, or the command.
     """
 
     @property
-    def told(self) -> str: ...
+    def description(self) -> str: ...
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
-        """The command lines to run, one after the other.
+        """List the command lines to run, one after the other.
 
         Args:
             training: folder with train.py's checkpoints.
@@ -26,15 +26,15 @@ class Deployment(Protocol):
         ...
 
     def result(self, training: Path, target: Path) -> Path:
-        """Where the result is."""
+        """Locate the result."""
         ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """train.py's last checkpoint, as it is."""
+    """train.py's last checkpoint, unchanged."""
 
-    told: ClassVar[str] = "the last checkpoint"
+    description: ClassVar[str] = "the last checkpoint"
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         return []
@@ -45,16 +45,16 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Export:
-    """``timm-moe export``: a folder that timm loads by ``local-dir:``, of a dense model unless the options say else.
+    """``timm-moe export``: a folder that timm loads by ``local-dir:``, of a dense model by default.
 
     Attributes:
-        options: of the command.
+        options: options of the command.
     """
 
     options: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"`{' '.join(['timm-moe export', *self.options])}`"
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
@@ -69,13 +69,13 @@ class LatestAverage:
     """LAWA (arXiv 2209.14981, 2306.03241): the mean of the weights at the ends of the last epochs.
 
     Attributes:
-        epochs: how many.
+        epochs: number of epochs.
     """
 
     epochs: int
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"the mean of the last {self.epochs} epochs' checkpoints"
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:

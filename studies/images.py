@@ -1,4 +1,4 @@
-"""The images of a study: a part of a folder, as links, so that train.py reads it as any other."""
+"""The images of a study: links to a part of a folder of images."""
 
 import hashlib
 import tempfile
@@ -13,11 +13,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 
 @dataclass(frozen=True)
 class Part:
-    """What a study's images are.
+    """Identity of a study's images.
 
     Attributes:
-        classes: how many.
-        digest: of their names.
+        classes: number of classes.
+        digest: digest of the names of all images.
     """
 
     classes: int
@@ -25,16 +25,16 @@ class Part:
 
 
 def link(images: Images, source: Path, target: Path) -> Part:
-    """Make ``target`` the part of ``source`` that a study is about, unless it is that already.
+    """Link the images of a study, unless this has been done.
 
     Args:
-        images: which.
-        source: holds ``train/<class>/`` and ``test/<class>/``.
-        target: a folder of links.
+        images: the part to link.
+        source: folder with ``train/<class>/`` and ``test/<class>/``.
+        target: folder for the links.
 
     Raises:
-        FileNotFoundError: if there are no such images, or the folder has another number of classes than the study's.
-        FileExistsError: if ``target`` holds others.
+        FileNotFoundError: if there are no images, or the folder has another number of classes than the study's.
+        FileExistsError: if ``target`` holds other images.
     """
     if not source.is_dir():
         raise FileNotFoundError(f"There is no folder {source}.")
@@ -56,7 +56,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _of_class(name: str, images: Images, source: Path) -> Iterator[tuple[Path, Path]]:
-    """Where the images of a class go, and where they are."""
+    """Yield the path of each link of a class, and the file that it points to."""
     parts = {"train": ("train", images.train), "test": ("test", (None,))}
     if images.held_out is not None:
         parts["test"] = ("train", images.held_out)
@@ -80,6 +80,6 @@ def _make(links: dict[Path, Path], target: Path) -> None:
             (unfinished / path).symlink_to(file)
         try:
             unfinished.rename(target)
-        except OSError:  # where another process was faster, what it made is looked at next
+        except OSError:  # another process may have been faster; the caller checks its links
             if not target.exists():
                 raise

@@ -1,4 +1,4 @@
-"""The mean of a run's latest checkpoints (LAWA): ``python -m studies.latest_average FOLDER CHECKPOINT NUMBER``."""
+"""Mean of a run's latest checkpoints (LAWA): ``python -m studies.latest_average FOLDER CHECKPOINT NUMBER``."""
 
 import re
 import sys
@@ -9,10 +9,10 @@ import torch
 
 
 def average(folder: Path, number: int) -> dict[str, Any]:
-    """The last checkpoint of train.py in a folder, with the mean of the weights of the last ``number``.
+    """Load train.py's last checkpoint with the mean of the weights of the last ``number`` checkpoints.
 
     Raises:
-        ValueError: if there are fewer.
+        ValueError: if there are fewer checkpoints.
     """
     found = {
         int(match[1]): path

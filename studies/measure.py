@@ -1,10 +1,11 @@
-"""What is measured of deployed models, and by which command."""
+"""The figures that are measured, and the commands that measure them."""
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -12,55 +13,58 @@ class Figure:
     """A number that is measured.
 
     Attributes:
-        key: in the results.
-        title: in the tables, with the unit.
-        decimals: shown.
+        key: key in the results.
+        title: title in the tables, with the unit.
+        decimals: number of decimals shown.
         sign: 1 if more is better, -1 if less is, 0 if neither.
+        is_main: show it in docs/results.md, and not only in docs/generated/studies.md.
     """
 
     key: str
     title: str
     decimals: int
     sign: int
+    is_main: bool = True
 
 
-class Measure(Protocol):
+class Measure(ABC):
     """Measures models by a command that writes a file.
 
     Attributes:
-        figures: the first is that of the papers.
-        options: of the command, beside what is measured.
+        figures: all figures; the papers report the first.
+        options: further options of the command.
     """
 
     figures: ClassVar[tuple[Figure, ...]]
+    options: tuple[str, ...] = ()
 
-    @property
-    def options(self) -> tuple[str, ...]: ...
+    def figure(self, key: str) -> Figure:
+        """Look up a figure; the first one for an empty key."""
+        return next(figure for figure in self.figures if key in ("", figure.key))
 
+    @abstractmethod
     def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
-        """The command line.
+        """Build the command line.
 
         Args:
-            models: to measure, several together as an ensemble.
-            data: options that say which images and device.
+            models: models to measure; several form an ensemble.
+            data: options for images and device.
             scripts: folder of timm's scripts.
-            file: to write.
+            file: file that the command writes.
         """
-        ...
 
+    @abstractmethod
     def read(self, file: Path) -> dict[str, float]:
-        """The figures by their keys."""
-        ...
+        """Read the figures, by their keys."""
 
 
 TOP1 = Figure("top1", "top-1 %", 2, 1)
 
 
-class Validation:
-    """timm's validate.py, of a single model."""
+class Validation(Measure):
+    """Top-1 of a single model, by timm's validate.py."""
 
     figures: ClassVar[tuple[Figure, ...]] = (TOP1,)
-    options: ClassVar[tuple[str, ...]] = ()
 
     def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
         (model,) = models
@@ -72,11 +76,11 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """``timm-moe evaluate``, which knows the members of an ensemble.
+class Evaluation(Measure):
+    """Metrics of a model or an ensemble, by ``timm-moe evaluate``.
 
     Attributes:
-        options: of the command.
+        options: further options of the command.
     """
 
     options: tuple[str, ...] = ()
@@ -84,7 +88,7 @@ class Evaluation:
         TOP1,
         Figure("nll", "NLL", 4, -1),
         Figure("ece", "ECE", 4, -1),
-        Figure("pairwise_kl", "KL of the members", 4, 0),
+        Figure("pairwise_kl", "KL of the members", 4, 0, is_main=False),
     )
 
     def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
@@ -97,18 +101,17 @@ class Evaluation:
         return {"top1": 100 * (1 - metrics["error"]), **known}
 
 
-class Corruptions:
-    """:mod:`studies.corruptions`: clean test images, and corrupted ones, of a single model."""
+class Corruptions(Measure):
+    """Metrics of a single model on clean and on corrupted images, by :mod:`studies.corruptions`."""
 
     figures: ClassVar[tuple[Figure, ...]] = (
         TOP1,
-        Figure("nll", "NLL", 4, -1),
-        Figure("ece", "ECE", 4, -1),
+        Figure("nll", "NLL", 4, -1, is_main=False),
+        Figure("ece", "ECE", 4, -1, is_main=False),
         Figure("corrupted_top1", "top-1 %, corrupted", 2, 1),
-        Figure("corrupted_nll", "NLL, corrupted", 4, -1),
-        Figure("corrupted_ece", "ECE, corrupted", 4, -1),
+        Figure("corrupted_nll", "NLL, corrupted", 4, -1, is_main=False),
+        Figure("corrupted_ece", "ECE, corrupted", 4, -1, is_main=False),
     )
-    options: ClassVar[tuple[str, ...]] = ()
 
     def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
         (model,) = models

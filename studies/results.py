@@ -1,4 +1,4 @@
-"""What is kept of a study: one JSON file, from which the page is written."""
+"""The results of a study: one JSON file, from which both pages are written."""
 
 import json
 from collections.abc import Sequence
@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from .runs import Run, write_json
-from .statistics import Difference, paired
 from .study import Arm
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a file has; nothing where there is none.
+    """Read a file of results; empty results if there is no file.
 
     Raises:
-        ValueError: if it is damaged.
+        ValueError: if the file is damaged.
     """
     if not path.exists():
         return {"arms": {}, "cost": {}}
@@ -25,16 +24,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, runs: Sequence[Run], keep: bool = False) -> None:
-    """Write what is known of all runs beside what the file has of other seeds.
+    """Add the results of runs to a file.
 
     Args:
-        path: of the file.
-        runs: all that the file is about, done or not.
-        keep: let what the file has stand, where a run here has figures of its own.
+        path: the file.
+        runs: runs of one study, done or not.
+        keep: keep the figures of the file where a run has figures for the same seed.
 
     Raises:
         FileExistsError: if the file has results of other options, images or deployments.
-        ValueError: if it is damaged.
+        ValueError: if the file is damaged.
     """
     results = read(path)
     for run in runs:
@@ -44,7 +43,7 @@ def write(path: Path, runs: Sequence[Run], keep: bool = False) -> None:
 
 
 def missing(path: Path, runs: Sequence[Run]) -> list[Run]:
-    """The runs whose figures the file lacks, and those that they need."""
+    """Select the runs whose figures the file lacks, and the runs that these need."""
     known = read(path)["arms"]
     lacking = [(arm, run.seed) for run in runs for arm in run.arms() if not _has(known, arm, run.seed)]
     needed = {(training.name, seed) for arm, seed in lacking for training in arm.trainings()}
@@ -52,7 +51,7 @@ def missing(path: Path, runs: Sequence[Run]) -> list[Run]:
 
 
 def from_elsewhere(path: Path, runs: Sequence[Run]) -> int:
-    """How many figures of the file are not of these runs, as they stand."""
+    """Count the figures of the file that these runs do not have, because another machine measured them."""
     known = read(path)["arms"]
     arms = [(run, arm) for run in runs for arm in run.arms() if _has(known, arm, run.seed)]
     return sum(arm.name not in run.results()["arms"] for run, arm in arms)
@@ -72,18 +71,3 @@ def _add(run: Run, results: dict[str, Any], path: Path, keep: bool) -> None:
             raise FileExistsError(f"{path} has results of {arm.name} that were made otherwise: move it away.")
         if arm.name in known["arms"] and not (keep and seed in kept["figures"]):
             kept["figures"][seed] = known["arms"][arm.name]
-
-
-def figures_of(results: dict[str, Any], arm: str) -> dict[str, dict[str, float]]:
-    """All figures of an arm, by seed."""
-    return results["arms"].get(arm, {}).get("figures", {})
-
-
-def values(results: dict[str, Any], arm: str, key: str) -> dict[str, float]:
-    """One figure of an arm, by seed."""
-    return {seed: figures[key] for seed, figures in figures_of(results, arm).items() if key in figures}
-
-
-def difference(results: dict[str, Any], first: str, second: str, key: str) -> Difference | None:
-    """Of two arms by one figure; None if they share no seed."""
-    return paired(values(results, first, key), values(results, second, key))

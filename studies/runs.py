@@ -1,16 +1,16 @@
-"""Runs what is missing of a study: trains, deploys and measures, one process and one thread for each run.
+"""Trains, deploys and measures, one process and one thread for each run.
 
-A run is a training for one seed with all arms that are deployed of it. Its folder says what is done:
+A run is a training for one seed with all arms that come from it. Its folder records its state:
 
     <setting>/<training>/<seed>/
-        uses-<name>/     what it needs of other trainings
-        train/           train.py's checkpoints; last.pth.tar is what a killed run goes on from
-        stated.json      what the run is about, so that another one is never taken for it
+        uses-<name>/     results of other trainings that it needs
+        train/           train.py's checkpoints; a killed run continues from last.pth.tar
+        stated.json      options of the run, so that no other run is mistaken for it
         trained.json     cost, once train.py has ended
         <arm>/           the deployed model
-        <arm>.json       what is measured of it
-        log.txt          all that was printed
-        lock             held by whoever works here, also if the process that started it was killed
+        <arm>.json       its figures
+        log.txt          output of all commands
+        lock             held by the working process, also if the process that started it was killed
 """
 
 import csv
@@ -47,12 +47,12 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where things are.
+    """Locations of a setting.
 
     Attributes:
         scripts: folder with timm's train.py and validate.py.
-        root: folder of the runs of the setting; the images are in it by their names.
-        images: what they are, by their names.
+        root: folder of the runs of the setting, with a folder of images for each key.
+        images: identity of the images, by their keys.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A training for one seed, and the arms that are deployed of it."""
+    """A training for one seed, and the arms that come from it."""
 
     study: Study
     size: Size
@@ -81,14 +81,14 @@ class Run:
         return self.place.root / self.training.name / str(self.seed)
 
     def _of(self, training: Training) -> "Run":
-        """The run of another training for the same seed."""
+        """Make the run of another training for the same seed."""
         return replace(self, training=training)
 
     def arms(self) -> list[Arm]:
         return [arm for arm in self.size.arms if arm.training.name == self.training.name]
 
     def stated(self) -> dict[str, Any]:
-        """What decides the results of the run, beside seed and versions."""
+        """Collect everything that determines the results of the run, except seed and versions."""
         return {
             "model": self.size.models[self.training.model],
             "kwargs": [*self.size.kwargs, *self.training.kwargs],
@@ -101,26 +101,26 @@ class Run:
         }
 
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Check that nothing is left to do."""
         return self.is_trained() and all(self._figures(arm) is not None for arm in self.arms())
 
     def is_trained(self) -> bool:
-        """Whether train.py has ended."""
+        """Check that train.py has ended."""
         return (self.folder / "trained.json").exists() and not self._is_another()
 
     def _is_another(self) -> bool:
-        """Whether the folder holds a run that was stated otherwise."""
+        """Check for a run of other options in the folder."""
         path = self.folder / "stated.json"
         return path.exists() and json.loads(path.read_text()) != self.stated()
 
     def can_start(self) -> bool:
-        """Whether the trainings that it needs have ended."""
+        """Check that the trainings that it needs have ended."""
         needed = [use.training for use in self.training.uses]
         needed += [training for arm in self.arms() for training in arm.beside]
         return all(self._of(training).is_trained() for training in needed)
 
     def results(self) -> dict[str, Any]:
-        """What is known so far: the training's cost, and the figures of each arm; nothing of another run."""
+        """Read the cost and the figures of each arm so far; nothing if the folder holds another run."""
         if self._is_another():
             return {"cost": None, "arms": {}}
         cost = self.folder / "trained.json"
@@ -131,7 +131,7 @@ class Run:
         }
 
     def statement(self, arm: Arm) -> dict[str, Any]:
-        """What decides the figures of an arm, beside seed and versions."""
+        """Collect everything that determines the figures of an arm, except seed and versions."""
         beside = {training.name: self._of(training).stated() for training in arm.beside}
         measure = " ".join([type(self._measure_of(arm)).__name__, *self._measure_of(arm).options])
         deployed = {"deployment": str(arm.deployment), "beside": beside, "measure": measure}
@@ -141,16 +141,16 @@ class Run:
         return arm.measure or self.study.measure
 
     def _figures(self, arm: Arm) -> dict[str, float] | None:
-        """What was measured of an arm that was deployed and measured in this way."""
+        """Read the figures of an arm; None if it was not measured, or in another way."""
         path = self._result(arm)
         known = json.loads(path.read_text()) if path.exists() else {}
         return known["figures"] if known.get("stated") == self.statement(arm) else None
 
     def work(self) -> None:
-        """Do what is missing.
+        """Do the missing steps.
 
         Raises:
-            RunFailed: if a command fails, what was done before stays; if the folder holds another run.
+            RunFailed: if a command fails (finished steps are kept), or the folder holds another run.
             BlockingIOError: if another process works here.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -165,16 +165,15 @@ class Run:
                     self._measure(arm, log, lock)
 
     def progress(self) -> float:
-        """The fraction of its epochs that are over."""
+        """Compute the fraction of its epochs that are over."""
         summary = self.folder / "train" / "summary.csv"
         lines = summary.read_text().splitlines() if summary.exists() else []
-        epochs = [
-            int(line.partition(",")[0]) + 1 for line in lines if line[:1].isdigit()
-        ]  # a resumed run has two heads
+        # A resumed run has a second head.
+        epochs = [int(line.partition(",")[0]) + 1 for line in lines if line[:1].isdigit()]
         return max(epochs, default=0) / self._epochs()
 
     def images_to_see(self) -> int:
-        """Epochs times training images: how long the run is, about."""
+        """Multiply epochs by training images, to estimate the length of the run."""
         images = sum(1 for _ in (self.place.root / self.training.images / "train").glob("*/*"))
         return self._epochs() * images
 
@@ -184,7 +183,7 @@ class Run:
         return int(options[last + 1])
 
     def _saved_epochs(self) -> int:
-        """Those that the last checkpoint has; summary.csv may be an epoch ahead."""
+        """Count the epochs of the last checkpoint; summary.csv may be an epoch ahead."""
         path = self.folder / "train" / "last.pth.tar"
         if not path.exists():
             return 0
@@ -201,7 +200,7 @@ class Run:
         }
         cost = self._call(self._train_command(used), log, lock)
         epochs = self._saved_epochs()
-        if epochs < self._epochs():  # train.py ends well where it is interrupted
+        if epochs < self._epochs():  # train.py returns 0 if it is interrupted
             raise RunFailed(f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs.")
         versions = versions_here(self.place.device)
         write_json(
@@ -210,7 +209,7 @@ class Run:
         )
 
     def _curve(self) -> list[dict[str, float]]:
-        """Losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""
+        """Read losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""
         rows = csv.DictReader((self.folder / "train" / "summary.csv").open())
         known = {int(row["epoch"]): row for row in rows if row["epoch"] != "epoch" and row.get("eval_loss")}
         keys = ("train_loss", "eval_loss", "eval_top1")
@@ -243,7 +242,7 @@ class Run:
         return ["--data-dir", str(images), "--device", self.place.device, "-j", workers]
 
     def _deploy(self, training: Training, deployment: Deployment, name: str, log: IO[str], lock: int) -> Path:
-        """Make what is deployed of a training, in a folder of this run."""
+        """Deploy a training in a folder of this run."""
         source, target = self._of(training).folder / "train", self.folder / name
         for command in deployment.commands(source, target):
             self._call(command, log, lock)
@@ -269,7 +268,7 @@ class Run:
         """Run a command, whose process holds the lock too.
 
         Returns:
-            Its seconds, of CPU time or where a GPU works of the clock, and MiB at the peak.
+            Seconds (CPU time, or wall time on a GPU) and MiB at the peak.
         """
         started = time.monotonic()
         print(f"+ {' '.join(command)}", file=log, flush=True)
@@ -291,12 +290,12 @@ class Run:
         return {"seconds": seconds, "peak_mib": usage.ru_maxrss / 1024}
 
 
-#: Processes that run now.
+#: Ids of the running commands.
 _COMMANDS: set[int] = set()
 
 
 def stop_commands() -> None:
-    """End what runs now, so that it does not outlive the process that started it."""
+    """End the running commands, so that they do not outlive this process."""
     for process in list(_COMMANDS):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)
@@ -310,7 +309,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write all or nothing, also where two processes write at once or one is killed."""
+    """Write a file as a whole, even if two processes write at once or one is killed."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Several runs at a time, what is done so far, and how long the rest takes."""
+"""Runs several runs at a time, and reports progress and the time left."""
 
 import sys
 import time
@@ -14,17 +14,17 @@ INTERVAL = 60.0
 
 
 def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], interval: float = INTERVAL) -> list[str]:
-    """Do the runs that are missing, those that others need first.
+    """Do the runs that are missing. A run that others need comes first, and no two work in one folder at a time.
 
     Args:
-        runs: of one study or several, done or not; two never work in one folder at a time.
-        jobs: how many at a time.
-        keep: called with each that ended, to write its results.
+        runs: runs of one study or several, done or not.
+        jobs: number of runs at a time.
+        keep: called with each run that has ended, to write its results.
         interval: seconds between two lines about progress.
 
     Returns:
-        What went wrong, a line for each run that failed, is worked on by another process, or lacks what it needs. A
-        run that fails is also told at once.
+        A line for each run that failed, is in another process's hands, or lacks a run that it needs. A failure is
+        also printed at once.
     """
     waiting = [run for run in runs if not run.is_done()]
     clock = _Clock(runs, len(waiting))
@@ -42,11 +42,11 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
             ended, _ = wait(running, timeout=interval, return_when=FIRST_COMPLETED)
             for future in ended:
                 run = running.pop(future)
-                told = _outcome(future, run)
-                failed += told
-                for line in told:
+                lines = _outcome(future, run)
+                failed += lines
+                for line in lines:
                     print(line, file=sys.stderr, flush=True)
-                clock.see(run, is_done=not told)
+                clock.see(run, is_done=not lines)
                 keep(run)
             clock.tell(list(running.values()))
     return failed
@@ -54,7 +54,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
 
 @contextmanager
 def _nothing_left_running() -> Iterator[None]:
-    """Where work is broken off, as by ^C, end the commands of the runs too."""
+    """End the commands of the runs if work is interrupted, as by ^C."""
     try:
         yield
     except BaseException:
@@ -63,7 +63,7 @@ def _nothing_left_running() -> Iterator[None]:
 
 
 def _ready(waiting: Sequence[Run], running: Iterable[Run]) -> list[Run]:
-    """Those that can start now, one for each folder: studies of the same setting share trainings."""
+    """Select the runs that can start now, one for each folder: studies of one setting share trainings."""
     taken = {run.folder for run in running}
     ready: dict[Path, Run] = {}
     for run in waiting:
@@ -85,12 +85,12 @@ def _outcome(future: Future[None], run: Run) -> list[str]:
 
 
 class _Clock:
-    """Says what is done and how long the rest takes, by the images that trainings saw since it was made."""
+    """Reports progress and estimates the time left, by the number of images that trainings have seen."""
 
     def __init__(self, runs: Sequence[Run], missing: int):
         self._total, self._done = len(runs), len(runs) - missing
         self._start = time.monotonic()
-        first = {run.folder: run for run in reversed(runs)}  # who trains, where studies share a training
+        first = {run.folder: run for run in reversed(runs)}  # a training that studies share counts once
         self._images = {run: run.images_to_see() if first[run.folder] is run else 0 for run in runs}
         self._before = {run: run.progress() for run in runs}
         self._worked = 0.0  # images since the start
@@ -107,7 +107,7 @@ class _Clock:
         print(f"{self._done} of {self._total} runs done{rest}{now}", file=sys.stderr, flush=True)
 
     def _seen(self, run: Run, progress: float) -> float:
-        """Images from where it stood to a point of its progress."""
+        """Count the images from the start of the clock to a point of a run's progress."""
         return (progress - self._before[run]) * self._images[run]
 
 

@@ -1,4 +1,4 @@
-"""Mean, standard error, and the difference to a baseline, paired by seed."""
+"""Means, standard errors and differences paired by seed, with Student's 95 % intervals."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,9 @@ from statistics import mean, stdev
 from scipy.stats import t
 
 CONFIDENCE = 0.95
-NOT_TOLD_APART = "not told apart"
-ONE_SEED = "one seed, which tells nothing"
+BETTER, WORSE = "better", "worse"
+UNCLEAR = "no clear difference"
+ONE_SEED = "one seed, no interval"
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Difference:
 
     Attributes:
         mean: first minus second.
-        low: lower end of the 95 % interval by Student's t; minus infinity of a single seed.
+        low: lower end of the 95 % interval; minus infinity for a single seed.
         high: upper end.
-        seeds: how many pairs.
+        seeds: number of pairs.
     """
 
     mean: float
@@ -29,7 +30,7 @@ class Difference:
     seeds: int
 
     def verdict(self, sign: int) -> str:
-        """``"better"``, ``"worse"`` or ``"not told apart"``: what the interval allows to be said, if there is one.
+        """Judge the first arm by the interval: BETTER, WORSE, UNCLEAR or ONE_SEED.
 
         Args:
             sign: 1 if more is better, -1 if less is.
@@ -37,27 +38,31 @@ class Difference:
         if self.seeds == 1:
             return ONE_SEED
         if self.low <= 0 <= self.high:
-            return NOT_TOLD_APART
-        return "better" if self.mean * sign > 0 else "worse"
+            return UNCLEAR
+        return BETTER if self.mean * sign > 0 else WORSE
+
+
+def by_seed(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """Subtract two arms, each a figure by seed, for every seed that both have."""
+    return {seed: first[seed] - second[seed] for seed in first if seed in second}
 
 
 def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Difference | None:
-    """The difference of two arms, each a figure by seed; None if they share no seed."""
-    seeds = first.keys() & second.keys()
-    if not seeds:
+    """Compare two arms, each a figure by seed; None if they share no seed."""
+    differences = list(by_seed(first, second).values())
+    if not differences:
         return None
-    differences = [first[seed] - second[seed] for seed in seeds]
-    half = half_width(differences)
-    return Difference(mean(differences), mean(differences) - half, mean(differences) + half, len(seeds))
+    middle, half = mean(differences), half_width(differences)
+    return Difference(middle, middle - half, middle + half, len(differences))
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; infinite of a single value."""
+    """Estimate the standard error of the mean; infinite for a single value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the 95 % interval of the mean."""
+    """Compute half the 95 % interval of the mean; infinite for a single value."""
     if len(values) < 2:
         return math.inf
     return float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * standard_error(values)

@@ -1,13 +1,14 @@
-"""What a study is: trainings by train.py, what is deployed of each, on which images, and what is compared with what."""
+"""The parts of a study: trainings by train.py, the models made from them, the images, and the comparisons."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 from .deploy import Checkpoint, Deployment, Export
 from .measure import Measure, Validation
 
-#: Files and folders of every run, which no arm may take for its own.
+#: Files and folders of every run; no arm may have their names.
 RESERVED = ("train", "stated", "trained", "log", "lock")
 
 
@@ -16,11 +17,11 @@ class Images:
     """A part of a folder of images, ``train/<class>/`` and ``test/<class>/``.
 
     Attributes:
-        of: number of classes of the whole folder, so that a study is not run on another one's images.
-        classes: which of the classes, in alphabetical order: start, stop and step.
-        train: which of the training images of each class, in alphabetical order.
-        held_out: which of the training images of each class are evaluated on, for what is chosen by the result; by
-            default the test images are, all of them.
+        of: number of classes of the whole folder; a folder with another number is refused.
+        classes: slice of the classes in alphabetical order.
+        train: slice of the training images of each class in alphabetical order.
+        held_out: slice of the training images of each class that models are evaluated on, where the result decides a
+            choice; by default models are evaluated on all test images.
     """
 
     of: int = 100
@@ -34,14 +35,14 @@ class Training:
     """One run of train.py for each seed.
 
     Attributes:
-        name: of the folder of its runs.
-        model: which of the models of the study's size.
-        kwargs: of the model, beside those of the size.
-        options: of train.py, beside those of the size. ``{name}`` is the path of what is used by that name.
-        uses: what it needs of other trainings of the same seed.
-        images: which of the images of the size.
-        callback: what :mod:`studies.callbacks` adds to train.py, which has no option for it: a name, or ``name=value``.
-        draw: tells trainings apart that differ by chance alone.
+        name: name of the folder of its runs.
+        model: key into the models of the size.
+        kwargs: arguments of the model, added to the size's.
+        options: options of train.py, added to the size's. ``{name}`` is the path of the use of that name.
+        uses: results of other trainings of the same seed that it needs.
+        images: key into the images of the size.
+        callback: ``name`` or ``name=value`` of :mod:`studies.callbacks`, for changes that train.py has no option for.
+        draw: distinguishes trainings that differ by their random numbers only.
     """
 
     name: str
@@ -56,12 +57,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Use:
-    """What a training needs of another one: weights to begin from, a teacher.
+    """The result of another training that a training needs: initial weights, or a teacher.
 
     Attributes:
-        name: in the options of the training that needs it.
-        training: the other one.
-        deployment: how it is made of that.
+        name: its name in the options of the training that needs it.
+        training: the other training.
+        deployment: makes the result from the other training's checkpoint.
     """
 
     name: str
@@ -71,15 +72,16 @@ class Use:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared: a model that is deployed.
+    """A model that is compared with others: a row of the tables.
 
     Attributes:
-        name: in the tables.
-        training: what it comes from; arms may share one.
-        deployment: how it is made of the trained model.
-        beside: other trainings, whose models are deployed likewise and measured together with it, as an ensemble.
-        measure: the same figures as the study's, measured otherwise.
-        paper: what the paper has of it.
+        name: name in the tables.
+        training: the training that it comes from; arms may share one.
+        deployment: makes the measured model from the checkpoint.
+        beside: other trainings whose models form an ensemble with this one.
+        measure: measures the same figures as the study's measure in another way.
+        paper: the paper's figure.
+        baseline: name of the arm that it is compared with; by default the first arm of the size.
     """
 
     name: str
@@ -88,9 +90,10 @@ class Arm:
     beside: tuple[Training, ...] = ()
     paper: str = ""
     measure: Measure | None = None
+    baseline: str = ""
 
     def trainings(self) -> list[Training]:
-        """All that it takes, each once, after those that it uses."""
+        """List all trainings that it needs, each once and after those that it uses."""
         return list({training.name: training for training in _trainings(self)}.values())
 
 
@@ -107,16 +110,16 @@ def _with_used(training: Training) -> Iterator[Training]:
 
 @dataclass(frozen=True)
 class Size:
-    """How large a study is.
+    """A study at one scale.
 
     Attributes:
-        setting: name of the folder of its runs. Studies of the same setting share trainings of the same name.
-        arms: the first is the baseline.
-        images: that models are trained on, by the names that trainings have for them.
-        models: names for timm, by the names that trainings have for them.
-        kwargs: of all of these models.
-        options: of train.py, for all trainings.
-        seeds: of the runs of each training.
+        setting: name of the folder of its runs. Studies of one setting share trainings of one name.
+        arms: the first is the baseline of all arms that name no other.
+        images: images that models are trained on, by the keys that trainings use.
+        models: timm's names of the models, by the keys that trainings use.
+        kwargs: arguments of all models.
+        options: options of train.py for all trainings.
+        seeds: seeds of the runs of each training.
     """
 
     setting: str
@@ -128,10 +131,10 @@ class Size:
     seeds: range
 
     def __post_init__(self) -> None:
-        """Refuse names that would make one run, or one row of results, of two.
+        """Refuse two trainings or two arms with one name.
 
         Raises:
-            ValueError: if there are such names.
+            ValueError: if there are such names, or an arm's baseline is not an arm.
         """
         trainings: dict[str, Training] = {}
         taken = set(RESERVED)
@@ -143,11 +146,60 @@ class Size:
             if file in taken or file.startswith("uses-"):
                 raise ValueError(f"{arm.name} needs another name: {file} is taken.")
             taken.add(file)
+        for arm in self.arms:
+            if self.baseline_of(arm.name) not in {other.name for other in self.arms}:
+                raise ValueError(f"{arm.name} is compared with {arm.baseline}, which is not an arm.")
+
+    def arm(self, name: str) -> Arm:
+        """Look up an arm."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def baseline_of(self, name: str) -> str:
+        """Name the arm that an arm is compared with; its own name if it is a baseline."""
+        return self.arm(name).baseline or self.arms[0].name
 
     def trainings(self) -> list[Training]:
-        """Each once, after those that it uses."""
+        """List the trainings of all arms, each once and after those that it uses."""
         by_name = {training.name: training for arm in self.arms for training in arm.trainings()}
         return list(by_name.values())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison that a finding is about.
+
+    Attributes:
+        first: name of an arm.
+        verdict: of :meth:`studies.statistics.Difference.verdict`, about the first arm.
+        second: name of the arm that it is compared with. If the study has the two as an interaction, the differences
+            to their baselines are compared.
+        figure: key of the figure; by default the study's first.
+    """
+
+    first: str
+    verdict: str
+    second: str
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence about results. :mod:`studies.findings` checks it.
+
+    Attributes:
+        text: the sentence, with its figures written out.
+        compared: all comparisons that it is about.
+        quoted: numbers in the text that come from elsewhere, such as a paper.
+    """
+
+    text: str
+    compared: tuple[Compared, ...]
+    quoted: tuple[str, ...] = ()
+
+
+def compare(firsts: Iterable[str], verdict: str, seconds: Iterable[str], figure: str = "") -> tuple[Compared, ...]:
+    """Compare each of several arms with each of others, with one verdict for all."""
+    return tuple(Compared(first, verdict, second, figure) for first, second in product(firsts, seconds))
 
 
 @dataclass(frozen=True)
@@ -155,14 +207,16 @@ class Study:
     """A question, and the runs that answer it.
 
     Attributes:
-        name: as on the command line.
-        title: of its section.
-        question: in a sentence or two.
+        name: name on the command line.
+        title: title of its section.
+        question: a sentence or two.
         source: paper and table.
-        sizes: by name, ``"small"`` for two cores and ``"paper"`` for a GPU.
-        measure: what is measured of each arm.
-        pairs: names of arms that are compared beside the comparisons with the baseline, in the sizes that have both.
-        readings: what may be said of the results, by the name of the size.
+        sizes: ``"small"`` for two cores, ``"paper"`` for a GPU.
+        measure: measures each arm.
+        pairs: further names of arms that are compared, in the sizes that have both.
+        interactions: names of two arms; the difference of the first to its baseline is compared with that of the second
+            to its own.
+        findings: sentences about the results, by the name of the size.
     """
 
     name: str
@@ -172,9 +226,10 @@ class Study:
     sizes: dict[str, Size]
     measure: Measure = field(default_factory=Validation)
     pairs: tuple[tuple[str, str], ...] = ()
-    readings: dict[str, str] = field(default_factory=dict)
+    interactions: tuple[tuple[str, str], ...] = ()
+    findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
 
 
 def slug(name: str) -> str:
-    """A name as that of a file."""
+    """Turn a name into a file name."""
     return "-".join(re.findall(r"[a-z0-9.]+", name.lower()))

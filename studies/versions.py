@@ -1,4 +1,4 @@
-"""Hardware and versions that a run was made with."""
+"""Hardware and versions of a run."""
 
 import platform
 import subprocess
@@ -12,7 +12,7 @@ from benchmarks.protocol import cpu_name
 
 
 def versions_here(device: str) -> dict[str, str]:
-    """By name, for the results."""
+    """List device and versions by name, for the results."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, one thread a run",
         "python": platform.python_version(),
@@ -24,7 +24,7 @@ def versions_here(device: str) -> dict[str, str]:
 
 
 def commit(folder: Path) -> str:
-    """The commit of the package that runs, with ``+`` where its code was changed since; empty without git."""
+    """Read the commit of the running package, with ``+`` if its code has changed since; empty without git."""
     git = ["git", "-C", str(folder)]
     code = ["--", "timm_moe", "studies", ":!studies/results"]
     try:

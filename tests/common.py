@@ -81,7 +81,7 @@ def cases(arrays, letter):
 
 def dense_combine(routing, num_experts):
     """(T, E) weight with which each expert's output enters each row."""
-    combined = torch.zeros(routing.place.shape[0], num_experts + 1)  # the last is of dropped choices
-    for expert, weight in zip(routing.experts().T, routing.weight.T, strict=True):
+    combined = torch.zeros(routing.slots.shape[0], num_experts + 1)  # the last is of dropped choices
+    for expert, weight in zip(routing.experts().T, routing.gates.T, strict=True):
         combined = combined.scatter_add(1, expert.unsqueeze(1), weight.unsqueeze(1))
     return combined[:, :num_experts]

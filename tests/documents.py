@@ -1,4 +1,4 @@
-"""The blocks of code in the guides: read from their pages, and run section by section in a process of its own."""
+"""Read the code blocks of the documentation, and run them section by section, each in its own process."""
 
 import multiprocessing
 import re
@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: docs/generated is left out, since programs write it, and what tests/project/test_start.py runs whole.
+#: Without docs/generated, which programs write, and docs/start.md, which tests/project/test_start.py runs as a whole.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs/start.md"}),
 ]
-#: A block, with those inside it, or a heading.
+#: A block, which may contain blocks with fewer backticks, or a heading.
 PARTS = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(.*)\n(?s:(.*?))^(?P=indent)(?P=fence) *$|^#+ (.*)$", re.MULTILINE)
 LANGUAGES = ("python", "bash", "", "markdown")
 
-#: bash tells which commands it would run, with variables, quotes and continuations resolved as it resolves them.
+#: bash prints the commands that it would run, so variables, quotes and continuations are resolved by bash itself.
 TELL = r"""
 set -eu
 PATH=none  # no command is found
@@ -35,7 +35,7 @@ awk() { command -p awk "$@"; }
 
 @dataclass
 class Block:
-    """A block, and the page and heading it stands under; of bash, its commands."""
+    """A block, with its page and heading, and the commands of a block of bash."""
 
     section: str
     language: str
@@ -44,7 +44,7 @@ class Block:
 
 
 def blocks_of(page):
-    """The blocks of a page in their order. Of one without a language only lines count that begin with a prompt."""
+    """Return the blocks of a page in their order. A block without a language counts only by its lines with a prompt."""
     title, blocks = "", []
     for _, _, language, text, heading in PARTS.findall(page.read_text()):
         title = heading or title
@@ -58,7 +58,7 @@ def blocks_of(page):
 
 
 def tell_commands(blocks):
-    """Of all blocks of a page together, since they share variables."""
+    """Find the commands of all blocks of a page together, since they share variables."""
     script = "".join(f"{block.text}\ntell NEXT\n" for block in blocks)
     command = ["bash", "-c", f"exec 3>&1 >/dev/null\n{TELL}{script}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -67,11 +67,11 @@ def tell_commands(blocks):
     for block in blocks:
         for line in iter(lambda: next(told), "NEXT\0"):
             words = line.split("\0")[:-1]
-            block.commands.append([word for word in words if word != "…"])  # stands for more options
+            block.commands.append([word for word in words if word != "…"])  # "…" means more options
 
 
 def run_section(steps):
-    """Run code in one namespace, and commands, which are lists of words, each in a process forked for it."""
+    """Run code in one namespace, and each command, a list of words, in a forked process."""
     namespace = {"__name__": "__main__"}
     for step in steps:
         if isinstance(step, str):

@@ -3,7 +3,7 @@
     python tests/timm_models.py [--models PATTERN ...] [pytest's options]
 
 The tests are from the source distribution of the installed timm, which pip fetches once into ``.timm-tests``. The
-environment variable TIMM_TESTS may name an unpacked one instead. See docs/timm-tests.md.
+environment variable TIMM_TESTS may name an unpacked one instead. See docs/compatibility.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The command ``timm-moe``."""
+"""The commands of ``timm-moe``; their options are in ``timm_moe_cli``."""
 
 import argparse
 import logging
@@ -12,26 +12,19 @@ import torch
 from timm.data import ImageDataset
 from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
-from torch import nn
 
 from .analysis.data import Inference, class_names, image_folder, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
-from .analysis.routes import (
-    Routes,
-    check_output,
-    collect_patch_routes,
-    collect_routes,
-    summarize_all,
-    write_routes,
-)
+from .analysis.routes import check_output, write_routes
 from .analysis.routes import table as routes_table
+from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages, pair_files, read_class_names
 from .checkpoints.source import ModelSpec, describe, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
 from .export.export import export_dense, export_moe
-from .export.push import Push, client_output, folder_of, push_dense, push_folder, push_moe, refuse_options_of_files
+from .export.push import Push, client_output, folder_of, push_dense, push_folder, push_moe
 from .files import check_writable, write_json
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
@@ -42,7 +35,7 @@ from .rivals import sampled_members
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command; returns the exit status. An error that a user can mend is told in one sentence.
+    """Run a command and return the exit status; an error is printed in one sentence.
 
     Args:
         args: from :func:`timm_moe_cli.parser`.
@@ -50,11 +43,13 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
-        _read_key_values(args)
+        for name in ("model_kwargs", "metrics"):  # lists of KEY=VALUE
+            if hasattr(args, name):
+                ParseKwargs(["--"], name)(argparse.ArgumentParser(), args, getattr(args, name))
         with client_output():
             COMMANDS[args.command](args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, head for instance, has seen enough
+    except BrokenPipeError:  # the reader, head for instance, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
@@ -62,13 +57,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _read_key_values(args: argparse.Namespace) -> None:
-    """Replace lists of KEY=VALUE by what timm's scripts make of them."""
-    for name in ("model_kwargs", "metrics"):
-        if hasattr(args, name):
-            ParseKwargs(["--"], name)(argparse.ArgumentParser(), args, getattr(args, name))
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -80,44 +68,39 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
+    names = ("use_ema", "overwrite", "allow_nonfinite")
+    options = {**{name: getattr(args, name) for name in names}, "spec": _spec(args), "label_names": _label_names(args)}
     if args.moe:
-        _export_moe(args)
-        return
-    result = export_dense(
-        args.source,
-        args.output_dir,
-        args.method or "average",
-        svd_ratio=args.svd_ratio,
-        spec=_spec(args),
-        use_ema=args.use_ema,
-        overwrite=args.overwrite,
-        allow_nonfinite=args.allow_nonfinite,
-        label_names=_label_names(args),
-    )
-    print(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
-    difference = result.largest_difference
-    compared = f"differ by at most {difference:.3g} from" if difference else "equal"
-    source = "the source model's" if result.exact else "those of the network made of the experts"
-    loader = "timm with this package" if is_registered_here(result.architecture) else "stock timm"
-    print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
-    if not result.exact:
-        print("It is not the model that was trained: validate it, or train it further, before you use it.")
-    print(f'Load it with timm.create_model("local-dir:{result.path}", pretrained=True).')
+        _refuse_method(args, "--moe writes the expert model itself")
+        path = export_moe(args.source, args.output_dir, **options)
+        print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
+    else:
+        result = export_dense(
+            args.source, args.output_dir, args.method or "average", svd_ratio=args.svd_ratio, **options
+        )
+        path = result.path
+        print(f"Exported {result.architecture} with {result.parameters:,} parameters to {path}.")
+        difference = result.largest_difference
+        compared = f"differ by at most {difference:.3g} from" if difference else "equal"
+        source = "the source model's" if result.exact else "those of the network made of the experts"
+        loader = "timm with this package" if is_registered_here(result.architecture) else "stock timm"
+        print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
+        if not result.exact:
+            print("It is not the model that was trained: validate it, or train it further, before you use it.")
+    print(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
 def _push(args: argparse.Namespace) -> None:
-    names = ("private", "revision", "create_pr", "dry_run", "license", "dataset", "metrics")
-    options = {**{name: getattr(args, name) for name in names}, "label_names": _label_names(args)}
-    of_files = {"spec": _spec(args), "use_ema": args.use_ema}
+    names = ("private", "revision", "create_pr", "dry_run", "license", "dataset", "metrics", "use_ema")
+    options = {**{name: getattr(args, name) for name in names}, "spec": _spec(args), "label_names": _label_names(args)}
     if args.moe:
         _refuse_method(args, "--moe publishes the expert model itself")
-        pushed = push_moe(args.source, args.repo_id, **of_files, **options)
+        pushed = push_moe(args.source, args.repo_id, **options)
     elif args.method is None and args.svd_ratio is None and folder_of(args.source) is not None:
-        refuse_options_of_files(args.source, **of_files)
         pushed = push_folder(args.source, args.repo_id, **options)
     else:
-        gathering = {"method": args.method or "average", "svd_ratio": args.svd_ratio}
-        pushed = push_dense(args.source, args.repo_id, **gathering, **of_files, **options)
+        method = args.method or "average"
+        pushed = push_dense(args.source, args.repo_id, method=method, svd_ratio=args.svd_ratio, **options)
     print("Checked: timm loads the model, bit for bit.")
     print(_uploaded(pushed, args.dry_run))
     print(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
@@ -125,26 +108,11 @@ def _push(args: argparse.Namespace) -> None:
 
 def _uploaded(pushed: Push, dry_run: bool) -> str:
     files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
-    if pushed.url is None and not dry_run:
-        return f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded."
-    if pushed.url is None:
+    if dry_run:
         return "\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card])
+    if pushed.url is None:
+        return f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded."
     return "\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url])
-
-
-def _export_moe(args: argparse.Namespace) -> None:
-    _refuse_method(args, "--moe writes the expert model itself")
-    path = export_moe(
-        args.source,
-        args.output_dir,
-        spec=_spec(args),
-        use_ema=args.use_ema,
-        overwrite=args.overwrite,
-        allow_nonfinite=args.allow_nonfinite,
-        label_names=_label_names(args),
-    )
-    print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
-    print(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
 def _refuse_method(args: argparse.Namespace, reason: str) -> None:
@@ -171,22 +139,19 @@ def _inference(args: argparse.Namespace) -> Inference:
     return Inference(args.batch_size, args.workers, args.device, amp_dtype)
 
 
+def _loading(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how checkpoints are read and run."""
+    return {"spec": _spec(args), "use_ema": args.use_ema, "inference": _inference(args)}
+
+
 def _evaluate(args: argparse.Namespace) -> None:
     from .analysis.evaluation import evaluate, table  # needs torchmetrics
 
     if args.json:
         check_writable(args.json, args.overwrite)
     images, ood_images = _images(args)
-    members = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
-    result = evaluate(
-        args.sources,
-        images,
-        ood_images,
-        spec=_spec(args),
-        use_ema=args.use_ema,
-        inference=_inference(args),
-        **members,
-    )
+    members: dict[str, Any] = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
+    result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
     print("\n".join([*args.sources, table(result)]))
     if args.json:
         settings = _settings(args, "sources", "ood_data_dir", "ood_split", "mc_dropout")
@@ -200,16 +165,7 @@ def _fewshot(args: argparse.Namespace) -> None:
         Folder(folder, *(image_folder(folder, split, args.class_map) for split in (args.train_split, args.split)))
         for folder in args.data_dir
     ]
-    results = fewshot(
-        args.sources,
-        folders,
-        args.shots,
-        args.draws,
-        args.seed,
-        spec=_spec(args),
-        use_ema=args.use_ema,
-        inference=_inference(args),
-    )
+    results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     print("\n".join([*args.sources, fewshot_table(results)]))
     if args.json:
         settings = _settings(args, "sources", "train_split", "shots", "draws", "seed")
@@ -225,23 +181,19 @@ def _benefits(args: argparse.Namespace) -> None:
 
 
 def _accuracy(source: str, args: argparse.Namespace) -> float:
-    """Top-1 accuracy as a share: given in percent, or measured."""
+    """Return the top-1 accuracy as a share: given in percent, or measured."""
     try:
         accuracy = float(source)
     except ValueError:
-        return _measured_accuracy(source, args)
+        from .analysis.evaluation import evaluate  # needs torchmetrics
+
+        if args.data_dir is None:
+            raise ValueError(f"To measure {source} on images, name their folder with --data-dir.") from None
+        images = image_folder(args.data_dir, args.split, args.class_map)
+        return 1 - evaluate([source], images, **_loading(args))["error"]
     if not 0 <= accuracy <= 100:
         raise ValueError(f"An accuracy in percent lies between 0 and 100, got {source}.")
     return accuracy / 100
-
-
-def _measured_accuracy(source: str, args: argparse.Namespace) -> float:
-    from .analysis.evaluation import evaluate  # needs torchmetrics
-
-    if args.data_dir is None:
-        raise ValueError(f"To measure {source} on images, name their folder with --data-dir.")
-    images = image_folder(args.data_dir, args.split, args.class_map)
-    return 1 - evaluate([source], images, spec=_spec(args), use_ema=args.use_ema, inference=_inference(args))["error"]
 
 
 def _routes(args: argparse.Namespace) -> None:
@@ -285,27 +237,19 @@ def _report(args: argparse.Namespace) -> None:
         raise ImportError(f"The report needs {error.name}: pip install 'timm_moe[report]'.") from error
     check_report(args.output_dir, args.overwrite)
     images, ood_images = _images(args)
-    page = write_report(
-        args.sources,
-        images,
-        args.output_dir,
-        ood_images,
-        spec=_spec(args),
-        use_ema=args.use_ema,
-        inference=_inference(args),
-    )
+    page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
     print(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
 
 
 def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None]:
-    """Those to run on, and those of other data, if any."""
+    """Return the images to run on, and images of other classes or None."""
     ood_split = args.split if args.ood_split is None else args.ood_split
     ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
 def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Options by name, and those of all commands that run a checkpoint on images."""
+    """Return options by name, and the options of all commands that run a checkpoint on images."""
     common = (
         *("data_dir", "split", "class_map", "batch_size", "amp", "use_ema", "model", "num_classes", "model_kwargs"),
         *("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"),
@@ -317,13 +261,13 @@ def _list(args: argparse.Namespace) -> None:
     names = registered_models(args.filter, args.pretrained)
     if not names:
         raise ValueError(f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as '*small*'.")
-    for title, of_group in groupby(sorted(names, key=_group), key=_group):
+
+    def group(name: str) -> str:
+        family = model_entrypoint(name).__module__.rpartition(".")[2]
+        return f"timm's {family}" if is_named_after_stock(name) else family
+
+    for title, of_group in groupby(sorted(names, key=group), key=group):
         print("\n".join([f"{title}:", *(f"  {name}" for name in of_group)]))
-
-
-def _group(name: str) -> str:
-    family = model_entrypoint(name).__module__.rpartition(".")[2]
-    return f"timm's {family}" if is_named_after_stock(name) else family
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -348,40 +292,36 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str, bool]:
-    """Of a registered name, or of the model that a file or folder holds: it has weights, so its norms are told.
+    """Measure a registered name or the model of a file or folder.
 
-    And whether all but the number of classes is as registered.
+    Returns:
+        Sizes and costs, the mean divergence of the norms of a file's weights, and whether the model is as registered
+        but for the number of classes.
     """
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
     is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
     if is_model(args.model) or not is_path:
         return model_info(args.model, **spec.args()), "", not args.model_kwargs
     model = load_source(args.model, spec)
-    norms = _norms(model)
+    try:
+        norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
+    except ValueError:  # they cannot be compared
+        norms = ""
     name = get_pretrained_cfg(model)["architecture"]
     info = measure(model.to("meta"), name)
     return info, norms, not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
-
-
-def _norms(model: nn.Module) -> str:
-    """The divergence of the blocks' norms, the mean over its elements, if they can be compared."""
-    try:
-        divergence = norm_divergence(model)
-    except ValueError:
-        return ""
-    return ", ".join(f"{name} {value.mean():.4g}" for name, value in divergence.items())
 
 
 def _experts(info: ModelInfo) -> str:
     if not info.moe_layers:
         return "none"
     layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
-    told = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
+    text = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
     if info.exported is not None:  # each token goes to some expert, no matter to which
-        return told
+        return text
     if info.members > 1:
-        return f"{told}; {info.members} members, a token of each takes {info.top_k}"
-    return f"{told}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
+        return f"{text}; {info.members} members, a token of each takes {info.top_k}"
+    return f"{text}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
 
 
 def _import_vmoe(args: argparse.Namespace) -> None:
@@ -404,5 +344,5 @@ COMMANDS = {
     "benefits": _benefits,
     "routes": _routes,
     "report": _report,
-    "import_vmoe": _import_vmoe,
+    "import-vmoe": _import_vmoe,
 }

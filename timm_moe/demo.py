@@ -1,4 +1,4 @@
-"""A dense ViT and its EWA counterpart, trained side by side on scikit-learn's digits, exported and compared."""
+"""Trains a dense ViT and its EWA counterpart on scikit-learn's digits, exports and compares them: ``timm-moe demo``."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ SMALL_VIT: dict[str, Any] = dict(
     mlp_ratio=2,
 )
 
-#: Run in a process of its own, which must never have seen timm_moe.
+#: Runs in a process of its own, which must not import timm_moe.
 RELOAD = """
 import sys, numpy, timm, torch
 folder, images, outputs = sys.argv[1:]
@@ -54,7 +54,7 @@ print(type(model).__module__ + "." + type(model).__name__)
 
 @dataclass
 class Run:
-    """One model in training and what was measured on the way."""
+    """A model in training and its measurements."""
 
     name: str
     model: nn.Module
@@ -67,7 +67,7 @@ class Run:
 
     def __post_init__(self):
         self.optimizer = create_optimizer_v2(self.model, opt="adamw", lr=2e-3, weight_decay=0.05)
-        # This also starts the averaging of the experts: timm_moe hooks into timm's scheduler factory.
+        # The scheduler also starts the averaging of the experts: timm_moe hooks into timm's factory.
         self.scheduler, _ = create_scheduler_v2(
             self.optimizer, num_epochs=self.epochs, warmup_epochs=2, updates_per_epoch=self.steps_per_epoch
         )
@@ -90,13 +90,17 @@ def run_demo(output: str, epochs: int) -> None:
     Args:
         output: folder for the exported model and the plot.
         epochs: passes over the 1,297 training images.
+
+    Raises:
+        ValueError: if there are no epochs.
+        RuntimeError: if the exported model does not predict the same.
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}.")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     train_set, test_set = load_images()
-    torch.set_num_threads(1)  # models as small as these only lose time to a second thread
+    torch.set_num_threads(1)  # small models only lose time to a second thread
     torch.manual_seed(0)
     steps = len(train_set[1]) // BATCH_SIZE
     dense = Run("dense", timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), epochs, steps)
@@ -129,12 +133,11 @@ def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor], seed: int = 0) -> None:
-    """Give every run the same batches, one step each in turn."""
+    """Train all runs on the same batches, one step each in turn."""
     images, labels = train_set
     generator = torch.Generator().manual_seed(seed)
-    progress = tqdm(
-        total=runs[0].epochs * runs[0].steps_per_epoch, unit="step", desc="training", disable=None
-    )  # in a pipe
+    steps = runs[0].epochs * runs[0].steps_per_epoch
+    progress = tqdm(total=steps, unit="step", desc="training", disable=None)  # None: off in a pipe
     for epoch in range(runs[0].epochs):
         for run in runs:
             run.model.train()
@@ -143,11 +146,8 @@ def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Ten
             for run in runs:
                 run.step(images[batch], labels[batch])
             progress.update()
-            progress.set_postfix(
-                {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs[:2]}
-                | {"share rate": f"{runs[-1].share_rates[-1]:.3f}"},
-                refresh=False,
-            )
+            losses = {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs[:2]}
+            progress.set_postfix({**losses, "share rate": f"{runs[-1].share_rates[-1]:.3f}"}, refresh=False)
         for run in runs:
             run.accuracies.append(accuracy(run.model, test_set))
             run.scheduler.step(epoch + 1)
@@ -196,7 +196,7 @@ def report(dense: Run, ewa: Run, exported_parameters: int) -> str:
 
 
 def plot(runs: list[Run], file: Path) -> None:
-    """How EWA works, then loss, accuracy and share rate over training."""
+    """Draw the method, then loss, accuracy and share rate over training."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     (method,), (curves,) = figure.subfigures(2, 1, squeeze=False)
     method.suptitle("EWA: experts in training, one network after it", fontweight="bold")

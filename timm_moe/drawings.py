@@ -1,22 +1,22 @@
-"""Drawings that explain a method: what happens to a token, in a training step, to a checkpoint.
+"""Drawings that explain a method by a token, a training step and a checkpoint, and the colours of all charts.
 
-:func:`ewa` is the first figure of the demo. Those of the other methods stand in the documentation.
+:func:`ewa` is the first figure of the demo; docs/drawings.py draws the other methods.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # whoever takes the colours alone needs no matplotlib
+if TYPE_CHECKING:  # the colours alone need no matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-#: The colours of all charts and drawings: Okabe and Ito's, told apart by the colour-blind too, without black and
-#: yellow, which a background may hide.
+#: The colours of all charts and drawings: Okabe and Ito's for the colour-blind, without black and yellow, which a
+#: background may hide.
 ALL_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#A6761D")
-#: One for each of four experts.
+#: The colours of four experts.
 COLOURS = ALL_COLOURS[:4]
 GREY, INK, PAPER = "#C9CED4", "#1B1B1B", "#F1F3F5"
-#: Of a panel, in the units in which things are placed.
+#: Size of a panel, in its own units.
 WIDTH, HEIGHT = 10.0, 7.0
 
 
@@ -33,7 +33,7 @@ class Panel:
     def box(
         self, x: float, y: float, text: str, colour: str = PAPER, width: float = 1.6, height: float = 0.9
     ) -> tuple[float, float]:
-        """A rounded box around its middle, which is returned."""
+        """Draw a rounded box around a point, which is returned."""
         from matplotlib.patches import FancyBboxPatch
 
         corner = (x - width / 2 + 0.1, y - height / 2 + 0.1)
@@ -45,7 +45,7 @@ class Panel:
         return x, y
 
     def tokens(self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55) -> list[float]:
-        """A row of tokens around x; where each of them stands."""
+        """Draw a row of tokens around x, and return the x of each."""
         from matplotlib.patches import Rectangle
 
         places = [x + (index - (len(colours) - 1) / 2) * size * 1.35 for index in range(len(colours))]
@@ -57,33 +57,32 @@ class Panel:
     def arrow(
         self, start: tuple[float, float], end: tuple[float, float], colour: str = INK, style: str = "-", text: str = ""
     ) -> None:
-        """From one point to another, with a word beside its middle."""
+        """Draw an arrow from one point to another, with a word beside its middle."""
         line = dict(arrowstyle="-|>", color=colour, linestyle=style, linewidth=1.2, shrinkA=0, shrinkB=0)
         self.axes.annotate("", end, start, arrowprops=line)
         middle = ((start[0] + end[0]) / 2 + 0.15, (start[1] + end[1]) / 2)
         self.axes.text(*middle, text, fontsize=8, va="center", color=INK)
 
     def write(self, x: float, y: float, text: str, size: float = 8.5) -> None:
-        """Text around a point."""
+        """Write around a point."""
         self.axes.text(x, y, text, fontsize=size, ha="center", va="center", color=INK)
 
 
 def panels(figure: "Figure | SubFigure", says: Sequence[str]) -> list[Panel]:
-    """The three panels that every drawing has, side by side, each with what it says."""
+    """The three panels of every drawing, side by side, each with its sentence."""
     titles = ("A token", "A training step", "A checkpoint")
     axes = figure.subplots(1, 3)
     return [Panel(*each) for each in zip(axes, titles, says, strict=True)]
 
 
-def experts(panel: Panel, y: float, names: Sequence[str] = ("E1", "E2", "E3", "E4")) -> list[tuple[float, float]]:
-    """A row of experts in their colours."""
-    step = WIDTH / len(names)
-    return [panel.box(step * (index + 0.5), y, name, COLOURS[index % len(COLOURS)]) for index, name in enumerate(names)]
+def experts(panel: Panel, y: float) -> list[tuple[float, float]]:
+    """Draw a row of four experts in their colours, and return their middles."""
+    return [panel.box(WIDTH / 4 * (number + 0.5), y, f"E{number + 1}", COLOURS[number]) for number in range(4)]
 
 
-def dense_to_experts(panel: Panel, into: str, back: str, result: str, source: str = "dense") -> None:
-    """A dense network becomes experts, and what they become."""
-    panel.box(5, 6.4, source, width=3.2)
+def dense_to_experts(panel: Panel, into: str, back: str, result: str) -> None:
+    """Draw a dense network that becomes experts, and the result of these."""
+    panel.box(5, 6.4, "dense", width=3.2)
     row = experts(panel, 4.2)
     for (x, y), colour in zip(row, COLOURS, strict=True):
         panel.arrow((5, 5.95), (x, y + 0.5), colour)
@@ -96,24 +95,22 @@ def dense_to_experts(panel: Panel, into: str, back: str, result: str, source: st
 
 
 def routes(panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tuple[int, int]] = ()) -> None:
-    """Tokens in a row, each to the experts that it goes to, and out again in the same order.
+    """Draw tokens in a row, their ways to experts, and out again in the same order.
 
     Args:
         panel: to draw on.
-        chosen: experts of each token, the first of which gives it its colour.
-        dropped: pairs of token and expert that find no place there.
+        chosen: experts of each token; the first one gives the token its colour.
+        dropped: pairs of a token and an expert that has no place for it.
     """
     before = panel.tokens(6.5, [GREY] * len(chosen))
     row = experts(panel, 4.2)
     after = panel.tokens(2.1, [COLOURS[first] for first, *_ in chosen])
     for token, of_token in enumerate(chosen):
         for expert in of_token:
-            x, y = row[expert]
-            if (token, expert) in dropped:
-                panel.arrow((before[token], 6.2), (x, y + 0.5), COLOURS[expert], style=":")
-                continue
-            panel.arrow((before[token], 6.2), (x, y + 0.5), COLOURS[expert])
-            panel.arrow((x, y - 0.5), (after[token], 2.4), COLOURS[expert])
+            (x, y), kept = row[expert], (token, expert) not in dropped
+            panel.arrow((before[token], 6.2), (x, y + 0.5), COLOURS[expert], style="-" if kept else ":")
+            if kept:
+                panel.arrow((x, y - 0.5), (after[token], 2.4), COLOURS[expert])
 
 
 def ewa(figure: "Figure | SubFigure") -> None:
@@ -138,6 +135,6 @@ def ewa(figure: "Figure | SubFigure") -> None:
 
 
 def _readable_on(colour: str) -> str:
-    """White on what is dark, ink on what is light."""
+    """White on dark colours, ink on light ones."""
     red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else INK

@@ -1,4 +1,4 @@
-"""What a model has: parameters in all and for a token, and what an image costs."""
+"""Sizes of a model: all parameters, the parameters a token passes through, and the cost of an image."""
 
 import difflib
 from contextlib import ExitStack
@@ -20,21 +20,21 @@ from .model_config import model_input_size, shown
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of an expert model, or of one of this package without experts.
+    """Sizes of an expert model, or of a model of this package without experts.
 
     Attributes:
         name: registered name.
         moe_layers: names of the expert layers.
-        blocks: number of blocks in which an expert layer could sit; in WideNet all have the same.
+        blocks: number of blocks that could hold an expert layer; in WideNet all share one.
         num_experts: experts in each layer.
         top_k: experts that a token passes through in training.
-        routing_unit: what chooses them, ``"token"`` or ``"image"``.
-        members: of the ensemble inside the model; a token of each passes through experts of its own.
+        routing_unit: ``"token"`` or ``"image"``, the unit that is routed.
+        members: members of the ensemble inside the model; each routes its own tokens.
         total: parameters in training.
         activated: parameters that one token passes through in training.
-        exported: parameters of the dense model, or None where the experts are routed, also in evaluation.
-        gflops: floating-point operations of an evaluation for one image in 10^9, a multiply-add counted as two (timm's
-            GMACs are half of it). Routed experts take every token K times.
+        exported: parameters of the dense model, or None if the experts stay routed in evaluation.
+        gflops: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two (timm's GMACs
+            are half). Routed experts take every token K times.
         input_size: (channels, height, width) of that image.
     """
 
@@ -57,10 +57,10 @@ class Cost:
     """Cost of a forward for one image.
 
     Attributes:
-        convolution: multiply-adds of convolutions: the patch embedding.
+        convolution: multiply-adds of convolutions, i.e. of the patch embedding.
         linear: multiply-adds of linear layers.
-        attention: multiply-adds of attention's two products, of queries and keys and of weights and values.
-        norm: numbers that layer norms put out.
+        attention: multiply-adds of attention's two products, queries by keys and weights by values.
+        norm: number of outputs of layer norms.
     """
 
     convolution: float
@@ -70,22 +70,22 @@ class Cost:
 
     @property
     def macs(self) -> float:
-        """All multiply-adds."""
+        """Sum all multiply-adds."""
         return self.convolution + self.linear + self.attention
 
 
 def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
-    """Names of this package's models, or of their pretrained tags, that match a pattern with wildcards."""
+    """List this package's models, or their pretrained tags, whose names match a pattern with wildcards."""
     return [name for name in timm.list_models(pattern, pretrained=pretrained) if is_registered_here(name)]
 
 
 def is_registered_here(name: str) -> bool:
-    """Whether timm creates the model of that name by this package."""
+    """Tell whether a registered model belongs to this package."""
     return timm.is_model(name) and model_entrypoint(name).__module__.startswith(f"{__package__}.")
 
 
 def check_registered(name: str) -> None:
-    """Raise ValueError if timm knows no model of that name; it says which name is the nearest."""
+    """Raise ValueError, with the nearest name, if timm knows no model of that name."""
     if timm.is_model(name):
         return
     nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
@@ -93,14 +93,14 @@ def check_registered(name: str) -> None:
 
 
 def is_named_after_stock(name: str) -> bool:
-    """Whether a model is the EWA form of the architecture of timm that its name begins with."""
+    """Tell whether a model is the EWA form of a timm architecture, which its name begins with."""
     architecture = name.partition(".")[0]
     stock = architecture.removesuffix("_ewa_moe")
     return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
 
 
 def weightless_model(name: str, **kwargs: Any) -> nn.Module:
-    """A model of ``timm.create_model`` without memory for its weights (on the meta device)."""
+    """Create a model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         return timm.create_model(name, **kwargs)
 
@@ -113,7 +113,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         kwargs: arguments of ``timm.create_model``.
 
     Raises:
-        ValueError: if there is no such model, or it has no expert layers and is not one of this package.
+        ValueError: if there is no such model, or it has no expert layers and does not belong to this package.
     """
     check_registered(name)
     model = weightless_model(name, **kwargs)
@@ -123,12 +123,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
 
 
 def measure(model: nn.Module, name: str) -> ModelInfo:
-    """Measure a model, with experts or without.
-
-    Args:
-        model: on the meta device; it is changed.
-        name: of it.
-    """
+    """Measure a model on the meta device, with experts or without; it is changed."""
     layers = list(moe_layers(model).values())
     deployed_as_mean = bool(layers) and layers[0].deploys_dense
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
@@ -150,17 +145,17 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
 
 
 def parameters(module: nn.Module) -> int:
-    """Number of parameters."""
+    """Count parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def router_parameters(model: nn.Module) -> int:
-    """Parameters of the routers of all expert layers."""
+    """Count the parameters of all routers."""
     return sum(parameters(layer.router) for layer in moe_layers(model).values())
 
 
 def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
-    """Parameters that a token passes through, given that it passes through so many experts of each layer, or K."""
+    """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
     return parameters(model) - sum(
         (layer.num_experts - (experts or layer.routed_by.experts_of_row())) * parameters_of_an_expert(layer)
         for layer in moe_layers(model).values()
@@ -168,15 +163,15 @@ def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
 
 
 def parameters_of_an_expert(layer: MoeMlp) -> int:
-    """Parameters of one expert."""
+    """Count the parameters of one expert."""
     return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
 
 
 def evaluation_cost(model: nn.Module) -> Cost:
-    """Cost of evaluating one image, where routed experts take every token K times.
+    """Measure the cost of evaluating one image; routed experts take every token K times.
 
     Args:
-        model: on the meta device; it is left in eval mode.
+        model: a model on the meta device; it ends in eval mode.
     """
     with ExitStack() as stack:
         for layer in moe_layers(model).values():
@@ -185,15 +180,15 @@ def evaluation_cost(model: nn.Module) -> Cost:
 
 
 def training_flops(model: nn.Module) -> float:
-    """Floating-point operations of a forward and a backward for one image, a multiply-add counted as two.
+    """Count floating-point operations of a forward and a backward for one image; a multiply-add counts as two.
 
-    A backward costs twice a forward, but for the gradient of the images, which nobody needs. Every expert computes as
-    many rows as its capacity allows, used or not, as in V-MoE's implementation.
+    A backward costs twice a forward, without the gradient of the images. Every expert computes all rows of its
+    capacity, used or not, as in V-MoE's implementation.
 
     Args:
-        model: on the meta device; it is left in training mode, its parameters without gradients.
+        model: a model on the meta device; it ends in training mode, its parameters frozen.
     """
-    cost = _forward_cost(model.train(), batch=64)  # so many that rounding capacities does not matter
+    cost = _forward_cost(model.train(), batch=64)  # large enough that the rounding of capacities does not matter
     return 2 * (3 * cost.macs - cost.convolution)
 
 
@@ -204,7 +199,7 @@ def _forward_cost(model: nn.Module, batch: int) -> Cost:
         for module in model.modules()
         if isinstance(module, nn.LayerNorm)
     ]
-    model.requires_grad_(False)  # FlopCounterMode fails on a view of a parameter between modules, as PiT's class token
+    model.requires_grad_(False)  # FlopCounterMode fails on views of parameters between modules (PiT's class token)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.empty(batch, *model_input_size(model), device="meta"))
     for hook in hooks:

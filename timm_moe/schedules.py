@@ -1,4 +1,4 @@
-"""The course of the share rate over a training run (EWA, section 3.2.2), as pure functions.
+"""Schedules of the share rate over a training run (EWA, section 3.2.2).
 
 A schedule maps progress, the completed fraction of all updates in (0, 1], and ``share_rate`` to the rate of this step.
 """
@@ -12,22 +12,22 @@ LATE_FIRST_RATE = 0.002
 
 
 def linear(progress: float, share_rate: float) -> float:
-    """From 0 to share_rate over the whole run: the paper's default."""
+    """Rise from 0 to share_rate over the whole run, the paper's default."""
     return share_rate * progress
 
 
 def constant(progress: float, share_rate: float) -> float:
-    """share_rate throughout (EWA, figure 2)."""
+    """Keep share_rate throughout (EWA, figure 2)."""
     return share_rate
 
 
 def early(progress: float, share_rate: float) -> float:
-    """share_rate in the first half of the run, then none (Early EWA, section 6)."""
+    """Keep share_rate in the first half of the run, then stop averaging (Early EWA, section 6)."""
     return share_rate if progress < 0.5 else 0.0
 
 
 def late(progress: float, share_rate: float) -> float:
-    """A small rate until 70 % of the run, so that the experts stay apart, then share_rate (not from the paper)."""
+    """Keep a small rate until 70 % of the run, so that the experts stay apart, then share_rate (not in the paper)."""
     return share_rate if progress >= LATE_START else min(LATE_FIRST_RATE, share_rate)
 
 
@@ -35,14 +35,14 @@ SCHEDULES: dict[str, Schedule] = {"linear": linear, "constant": constant, "early
 
 
 def get_schedule(name: str) -> Schedule:
-    """The schedule of that name; ValueError if there is none."""
+    """Look up a schedule by name; ValueError if there is none."""
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
     return SCHEDULES[name]
 
 
 def check_share_rate(share_rate: float, num_experts: int, name: str = "share_rate") -> None:
-    """Raise ValueError unless 0 <= share_rate <= (E - 1) / E; ``name`` is what the message calls it.
+    """Raise ValueError, with the option's ``name``, unless 0 <= share_rate <= (E - 1) / E.
 
     At (E - 1) / E one step makes all experts equal; beyond it they overshoot their mean.
     """

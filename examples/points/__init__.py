@@ -1,1 +1,1 @@
-"""What examples/point_clouds.py is made of: grouping.py, data.py (readers), models.py (Point-BERT, Pix4Point)."""
+"""Parts of examples/point_clouds.py: grouping.py, data.py (readers), models.py (Point-BERT, Pix4Point)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .grouping import normalize
 
-#: In the order of their labels, as published code has it (PointNet, Pix4Point).
+#: Classes in the order of their labels, as in published code (PointNet, Pix4Point).
 S3DIS_CLASSES = (
     "ceiling", "floor", "wall", "beam", "column", "window", "door", "chair", "table", "bookcase", "sofa", "board",
     "clutter",
@@ -22,7 +22,7 @@ S3DIS_CLASSES = (
 
 
 class Clouds(NamedTuple):
-    """Clouds of as many points each, normalised: points (clouds, N, 3), labels (clouds,) and the classes' names."""
+    """Normalised clouds with N points each: points (clouds, N, 3), labels (clouds,) and the names of the classes."""
 
     points: Tensor
     labels: Tensor
@@ -41,11 +41,11 @@ class Room(NamedTuple):
 def read_mnist(folder: Path, split: str, limit: int | None = None, num_points: int = 256) -> Clouds:
     """MNIST's digits as point sets in the plane z = 0, after PointNet++ (arXiv 1706.02413, section 4.1).
 
-    Points are the pixels that have at least half of the full ink. ``num_points`` of them are drawn, all of them once
-    before any is drawn again. Each is moved within its pixel, so that no two coincide.
+    Points are the pixels with at least half of the full ink. ``num_points`` of them are drawn, each once before any is
+    drawn again, and moved at random within their pixel, so that no two coincide.
 
     Args:
-        folder: of the four idx files, or of their .gz.
+        folder: holds the four idx files, or their .gz.
         split: "train" or "test".
         limit: how many images, from the first; by default all.
         num_points: N.
@@ -98,7 +98,7 @@ def _first(items: Any, limit: int | None, what: str) -> Any:
 
 
 def _draw(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` of the points at random, all of them once before any is drawn again."""
+    """Draw ``count`` of the points at random, each once before any is drawn again."""
     return points[np.resize(rng.permutation(len(points)), count)]
 
 
@@ -112,13 +112,13 @@ def _clouds(clouds: list[np.ndarray], labels: Any, classes: list[str]) -> Clouds
 def read_modelnet10(folder: Path, split: str, limit: int | None = None, num_points: int = 512) -> Clouds:
     """Chairs and monitors of ModelNet10 from grids of 32^3 voxels (GitHub, SomTambe/ModelNet10-dataset).
 
-    Points are drawn from the voxels that are filled, and moved within them. The files do not state ModelNet10's own
-    split: here every fifth shape is for testing. Grids that are empty are left out.
+    Points are drawn from the filled voxels, and moved within them. The files do not state ModelNet10's own split: here
+    every fifth shape is for testing. Empty grids are left out.
 
     Args:
-        folder: of chair.npy.gz and monitor.npy.gz, each (shapes, 1, 32, 32, 32).
+        folder: holds chair.npy.gz and monitor.npy.gz, each (shapes, 1, 32, 32, 32).
         split: "train" or "test".
-        limit: how many shapes, in a random order that is always the same; by default all.
+        limit: how many shapes, in a fixed random order; by default all.
         num_points: N.
 
     Raises:
@@ -205,14 +205,14 @@ def _read_table(path: Path, delimiter: str | None, columns: int) -> np.ndarray:
 
 
 def read_s3dis(folder: Path, split: str, test_area: int = 5) -> Iterator[Room]:
-    """Rooms of S3DIS, one by one, in either of the layouts that Pix4Point's code reads.
+    """Read rooms of S3DIS one by one, in either layout of Pix4Point's code.
 
     - ``Stanford3dDataset_v1.2``: ``Area_1/<room>/Annotations/<class>_1.txt``, one object in each file, a point in each
       line: x y z r g b. Stairs are clutter.
     - ``raw/Area_1_<room>.npy``: an array (N, 7) of x, y, z, r, g, b and the label.
 
     Args:
-        folder: of the areas, or of ``raw``.
+        folder: holds the areas, or ``raw``.
         split: "train", or "test" for the rooms of one area.
         test_area: that area.
 

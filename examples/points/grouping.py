@@ -1,4 +1,4 @@
-"""From a cloud of points to groups of neighbours, in plain PyTorch and for a whole batch at once."""
+"""Group the points of clouds with their neighbours, in plain PyTorch, for a whole batch at once."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from torch import Tensor
 def farthest_points(points: Tensor, count: int) -> Tensor:
     """Indices of points that are far from each other (farthest point sampling, PointNet++, section 3.2).
 
-    The first point is the first one chosen. Each further one is the farthest from all that were chosen before. A cloud
-    of fewer distinct points repeats its first one.
+    The first point of the cloud is chosen first. Each further one is the farthest from all chosen before. A cloud with
+    fewer distinct points repeats its first one.
 
     Args:
         points: (B, N, C).
@@ -43,25 +43,25 @@ def check_clouds(points: Tensor, count: int) -> None:
 
 
 def nearest_points(points: Tensor, centers: Tensor, count: int) -> Tensor:
-    """Indices (B, G, count) of the points (B, N, C) that are nearest to each of the centres (B, G, C)."""
+    """Indices (B, G, count) of the points (B, N, C) nearest to each of the centres (B, G, C)."""
     check_clouds(points, count)
     exact = "donot_use_mm_for_euclid_dist"  # the faster way loses small distances far from the origin
     return torch.cdist(centers, points, compute_mode=exact).topk(count, largest=False).indices
 
 
 def gather_points(values: Tensor, indices: Tensor) -> Tensor:
-    """The rows of values (B, N, C) at indices (B, ...): (B, ..., C)."""
+    """Take the rows of values (B, N, C) at indices (B, ...): (B, ..., C)."""
     rows = torch.arange(len(values), device=values.device)
     return values[rows.view(-1, *[1] * (indices.dim() - 1)), indices]
 
 
 def group_points(points: Tensor, num_groups: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Far centres and the neighbours of each, which may be in several groups (Point-BERT, section 3.1).
+    """Choose far centres and the neighbours of each; groups may overlap (Point-BERT, section 3.1).
 
     Args:
         points: (B, N, 3).
         num_groups: G, how many centres.
-        group_size: K, neighbours of each, the centre itself among them.
+        group_size: K, neighbours of each, including the centre.
 
     Returns:
         The neighbours' places relative to their centre, (B, G, K, 3), and the centres, (B, G, 3).
@@ -75,6 +75,6 @@ def group_points(points: Tensor, num_groups: int, group_size: int) -> tuple[Tens
 
 
 def normalize(points: Tensor) -> Tensor:
-    """Clouds (B, N, C) with their mean at 0 and their farthest point at distance 1; single points stay at 0."""
+    """Move the mean of clouds (B, N, C) to 0 and scale the farthest point to distance 1; single points stay at 0."""
     points = points - points.mean(1, keepdim=True)
     return points / points.norm(dim=-1).amax(1).clamp_min(1e-9)[:, None, None]

@@ -1,6 +1,6 @@
 """Point-BERT's classifier and Pix4Point's encoder, with the parameter names of the published code.
 
-All parts that ViTs have are timm's, so ``timm_moe.convert_to_moe`` finds their feed-forward networks by itself.
+All parts of a ViT are timm's, so ``timm_moe.convert_to_moe`` finds the feed-forward networks by itself.
 """
 
 from functools import partial
@@ -18,8 +18,8 @@ class GroupEncoder(nn.Module):
     """A small PointNet that maps each group of points to one vector (Point-BERT, section 3.1).
 
     Args:
-        widths: of its first three layers; the paper's are (128, 256, 512).
-        out_width: of the vector.
+        widths: widths of the first three layers; the paper's are (128, 256, 512).
+        out_width: width of the vector.
     """
 
     def __init__(self, widths: tuple[int, int, int] = (128, 256, 512), out_width: int = 256):
@@ -40,13 +40,13 @@ class GroupEncoder(nn.Module):
         runs = groups.shape[:3]
         points = self.first_conv(groups.reshape(1, -1, 3).transpose(1, 2)).unflatten(
             2, runs
-        )  # as one long cloud: faster
+        )  # as one long cloud, which is faster
         points = torch.cat([points.amax(-1, keepdim=True).expand_as(points), points], 1)
         return self.second_conv(points.flatten(2)).unflatten(2, runs).amax(-1)[0].permute(1, 2, 0)
 
 
 class Encoder(nn.Module):
-    """Transformer blocks of which each adds the positions anew."""
+    """Transformer blocks, each of which adds the positions to its input."""
 
     def __init__(self, width: int, depth: int, num_heads: int, drop_path: float):
         super().__init__()
@@ -68,12 +68,12 @@ class PointTransformer(nn.Module):
         num_classes: classes.
         num_groups: G, tokens besides the class token.
         group_size: K, points in each group.
-        width: of the transformer.
-        depth: its blocks.
-        num_heads: of its attention.
-        drop_path: of its last block; it grows linearly.
-        group_widths: of the layers in the network of the groups, its output last.
-        head_dropout: in the classification head.
+        width: width of the transformer.
+        depth: number of blocks.
+        num_heads: heads of its attention.
+        drop_path: rate in the last block; it grows linearly.
+        group_widths: widths of the layers of the group encoder, its output last.
+        head_dropout: dropout in the classification head.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class PointTransformer(nn.Module):
         )
 
     def no_weight_decay(self) -> set[str]:
-        """What timm's optimizers leave out of weight decay besides biases and norms."""
+        """Parameters without weight decay in timm's optimizers, besides biases and norms."""
         return {"cls_token"}
 
     def forward(self, clouds: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Maps clouds (B, N, 3), or the groups that :func:`group_points` makes of them, to logits (B, num_classes)."""
+        """Maps clouds (B, N, 3), or groups of :func:`group_points`, to logits (B, num_classes)."""
         if isinstance(clouds, Tensor):
             clouds = group_points(clouds, self.num_groups, self.group_size)
         groups, centers = clouds
@@ -118,21 +118,21 @@ class PointTransformer(nn.Module):
 
 
 def load_point_bert(model: PointTransformer, path: str | PathLike) -> list[str]:
-    """Load a checkpoint in the layout of Point-BERT's code: one that was fine-tuned, whole, or one of pre-training.
+    """Load a checkpoint of Point-BERT's code: all of a fine-tuned one, or all but the head of a pre-trained one.
 
     Args:
         model: dense; convert it afterwards.
-        path: of the checkpoint. Of pre-training, all but the head is loaded, from the names ``transformer_q.*``.
+        path: the checkpoint. Pre-trained weights have the names ``transformer_q.*``.
 
     Returns:
-        The names of the parameters that the file does not have: those of the head, or none.
+        Names of parameters that the file does not have: the head's, or none.
 
     Raises:
-        ValueError: if the file is no such checkpoint, or does not fit the model.
+        ValueError: if the file is not such a checkpoint, or does not fit the model.
     """
     try:
         file = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged or foreign pickle raises
+    except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"{path} is no checkpoint that can be read without running code from it.") from error
     kept = next((file[key] for key in ("model", "base_model") if isinstance(file, dict) and key in file), None)
     if not isinstance(kept, dict):
@@ -164,10 +164,10 @@ class PatchEmbed(nn.Module):
     """Pix4Point's progressive point patch embedding: each stage keeps a quarter of the points (arXiv 2208.12259, 3.2).
 
     Args:
-        in_channels: of the points' features, coordinates included if they shall be.
-        width: of the tokens; each stage before the last has half of the next one's.
+        in_channels: channels of the points' features, including coordinates if wanted.
+        width: width of the tokens; each stage before the last has half of the next one's.
         stages: 2 leave 1/16 of the points.
-        group_size: K, neighbours of each point that is kept.
+        group_size: K, neighbours of each kept point.
     """
 
     def __init__(self, in_channels: int, width: int, stages: int = 2, group_size: int = 32):
@@ -203,15 +203,15 @@ def _conv(in_channels: int, out_channels: int) -> nn.Sequential:
 class PointViT(nn.Module):
     """Pix4Point's encoder for segmentation (arXiv 2208.12259, section 3); the defaults are its S3DIS model, a ViT-S.
 
-    Its decoder is not here: expert layers only stand in the encoder.
+    Its decoder, which holds no experts, is not included.
 
     Args:
-        in_channels: of the points' features: coordinates, colour and height on S3DIS.
-        width: of the transformer.
-        depth: its blocks.
-        num_heads: of its attention.
-        drop_path: of its last block; it grows linearly.
-        stages: of the patch embedding, each of which keeps a quarter of the points.
+        in_channels: channels of the points' features: coordinates, colour and height on S3DIS.
+        width: width of the transformer.
+        depth: number of blocks.
+        num_heads: heads of its attention.
+        drop_path: rate in the last block; it grows linearly.
+        stages: stages of the patch embedding, each of which keeps a quarter of the points.
         group_size: K, points in each group.
     """
 

@@ -1,4 +1,4 @@
-"""The studies, one file for each."""
+"""All studies, one file for each."""
 
 from ..study import Study
 from . import (
@@ -6,6 +6,7 @@ from . import (
     confirmation,
     ensembles,
     finetuning,
+    nearest,
     recipe,
     routing,
     scratch,
@@ -17,6 +18,6 @@ from . import (
 
 _MODULES = (
     *(scratch, search, confirmation, finetuning),
-    *(recipe, routing, ablations, vimoe, widenet, students, ensembles),
+    *(recipe, nearest, routing, ablations, vimoe, widenet, students, ensembles),
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

@@ -1,9 +1,14 @@
 """When experts pay: each method under a weak, a medium and a strong recipe, on clean and on corrupted images.
 
-Stated before the runs: the difference to dense training shrinks as the recipe gets stronger; what EWA gains on clean
+Stated before the runs: the difference from dense training shrinks as the recipe gets stronger; what EWA gains on clean
 images it keeps on corrupted ones, or loses there.
 
-The recipes were chosen by the dense network alone, on classes and seeds that the study does not use.
+The recipes were chosen by a pilot of the dense network alone, one seed, on classes and a seed that the study does not
+use. Weak: evaluation loss is lowest at epoch 30 (2.87) and 3.43 at the end, where the training loss is 0.99. Medium:
+2.87 at epoch 30 and 2.99 at epoch 55. Strong: 2.87 at epoch 60, still falling. A stronger one (magnitude 9, mixup 0.8
+and cutmix 1.0 for every batch) was at 3.28 at epoch 40, the strong one at 3.02: too much for the time.
+
+Budget: 75 trainings of about 10 minutes of one core, and 90 measurements of about a minute, 15 hours in all.
 """
 
 from ..deploy import Export
@@ -15,13 +20,13 @@ from .settings import OPTIMIZER, PIXELS, paper, small
 IMAGES = Images(classes=(50, 100), train=(0, 100))
 LONG = ("--epochs", "120", "--warmup-epochs", "10", "--lr", "1e-3")
 CROPS = ("--scale", "0.5", "1.0", "--color-jitter", "0")
-#: From the first to the last the dense network is regularised more.
+#: Regularization of the dense network grows from the first to the last.
 RECIPES: dict[str, tuple[str, ...]] = {
     "weak": (*CROPS, "--smoothing", "0", "--drop-path", "0"),
     "medium": (*CROPS, "--smoothing", "0.1", "--drop-path", "0.1"),
     "strong": (
-        *(*CROPS, "--smoothing", "0.1", "--drop-path", "0.1", "--aa", "rand-m9-inc1"),
-        *("--mixup", "0.8", "--cutmix", "1.0", "--mixup-prob", "0.5", "--reprob", "0.25"),
+        *(*CROPS, "--smoothing", "0.1", "--drop-path", "0.1", "--aa", "rand-m5-inc1"),
+        *("--mixup", "0.2", "--cutmix", "0.5", "--mixup-prob", "0.5", "--reprob", "0.25"),
     ),
 }
 TOP_2 = ("num_experts=8", "top_k=2", "expert_init=independent")
@@ -33,19 +38,23 @@ CURVE = ("--val-split", "test", "--val-interval", "10")
 
 
 def arms(recipe: str, options: tuple[str, ...], top_2: tuple[str, ...]) -> tuple[Arm, ...]:
-    """The methods under one recipe; the first is the one that the others are compared with."""
+    """Train the methods under one recipe; each is compared with the dense network of that recipe."""
 
     def trained(name: str, model: str, *kwargs: str, more: tuple[str, ...] = ()) -> Training:
         return Training(f"{recipe}-{name}", model, kwargs, (*options, *more))
 
     dense = trained("dense", "dense", more=("--model-ema", *CURVE))
-    return (
-        Arm(f"dense, {recipe}", dense),
-        Arm(f"dense, weight EMA, {recipe}", dense, Export(("--use-ema",))),
-        Arm(f"EWA, linear, {recipe}", trained("ewa-linear", "ewa")),
-        Arm(f"EWA, constant, {recipe}", trained("ewa-constant", "ewa", "share_schedule=constant")),
-        Arm(f"experts fused by learned weights, {recipe}", trained("fused", "ewa", "router=fused")),
-        Arm(f"V-MoE, top-2, {recipe}", trained("vmoe", "vmoe", *top_2), Export(("--moe",))),
+    deployed = {
+        "dense": (dense, Export()),
+        "dense, weight EMA": (dense, Export(("--use-ema",))),
+        "EWA, linear": (trained("ewa-linear", "ewa"), Export()),
+        "EWA, constant": (trained("ewa-constant", "ewa", "share_schedule=constant"), Export()),
+        "experts fused by learned weights": (trained("fused", "ewa", "router=fused"), Export()),
+        "V-MoE, top-2": (trained("vmoe", "vmoe", *top_2), Export(("--moe",))),
+    }
+    return tuple(
+        Arm(f"{method}, {recipe}", training, export, baseline=f"dense, {recipe}")
+        for method, (training, export) in deployed.items()
     )
 
 
@@ -58,7 +67,7 @@ METHODS = tuple(arm.name.removesuffix(", weak") for arm in arms("weak", (), ())[
 STUDY = Study(
     name="recipe",
     title="When do experts pay?",
-    question="Does the difference to dense training depend on how strong the dense recipe is, and does it hold on "
+    question="Does the difference from dense training depend on how strong the dense recipe is, and does it hold on "
     "corrupted images?",
     source="ours; the question is that of arXiv 2411.18322",
     sizes={
@@ -80,5 +89,7 @@ STUDY = Study(
         ),
     },
     measure=Corruptions(),
-    pairs=tuple((f"{method}, {recipe}", f"dense, {recipe}") for recipe in RECIPES for method in METHODS),
+    interactions=tuple(
+        (f"{method}, {recipe}", f"{method}, weak") for recipe in ("medium", "strong") for method in METHODS
+    ),
 )

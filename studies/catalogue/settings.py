@@ -1,32 +1,32 @@
-"""The settings that studies share: a size for two cores and that of the papers, on CIFAR-100."""
+"""Settings that studies share: the size for two cores and the papers' sizes."""
 
 from typing import Any
 
 from ..study import Arm, Images, Size
 
-#: As in "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492), which EWA's recipe follows; AutoAugment apart.
+#: From "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492), which EWA follows; without AutoAugment.
 AUGMENTATION = ("--smoothing", "0.1", "--mixup", "1.0", "--cutmix", "1.0", "--mixup-prob", "0.5", "--reprob", "0.25")
 OPTIMIZER = ("--opt", "adamw", "--weight-decay", "0.05", "--drop-path", "0.1", "--sched-on-updates", "-b", "128")
 PIXELS = (
     *("--img-size", "32", "--crop-pct", "1.0", "--mean", "0.5071", "0.4865", "0.4409"),
     *("--std", "0.2673", "0.2564", "0.2762"),
 )
-#: Light augmentation. The paper's is too much for so short a training: with it the dense network ends at 18.3 % top-1,
-#: at 15.2 with the paper's learning rate, where this ends at 23.8 (one seed).
+#: Light augmentation. The paper's is too strong for so short a training: the dense network ends at 18.3 % top-1, at
+#: 15.2 with the paper's learning rate too, and at 23.8 with this (one seed).
 SMALL_OPTIONS = (
     *(*PIXELS, "--scale", "0.5", "1.0", "--color-jitter", "0", "--smoothing", "0.1"),
     *(*OPTIMIZER, "--epochs", "30", "--warmup-epochs", "3", "--lr", "1e-3", "--checkpoint-hist", "1"),
     *("--model-ema-decay", "0.99"),
 )
 SMALL_KWARGS = ("img_size=32", "patch_size=8", "embed_dim=96", "depth=6", "num_heads=3", "mlp_ratio=2")
-#: Further from a checkpoint.
+#: Continue from a checkpoint.
 SMALL_FURTHER = ("--epochs", "8", "--warmup-epochs", "1", "--lr", "3e-4")
 PAPER_OPTIONS = (
     *("--aa", "original", "--epochs", "100", "--warmup-epochs", "10", "--lr", "3e-3"),
     *(*OPTIMIZER, *AUGMENTATION, "--checkpoint-hist", "1", "--amp", "--amp-dtype", "bfloat16"),
     *("--model-ema-decay", "0.998"),
 )
-#: Of WideNet and OneS, on ImageNet: 4,096 images a step, as many at a time as one GPU holds.
+#: WideNet and OneS on ImageNet: 4,096 images a step, accumulated from batches that fit one GPU.
 IMAGENET_OPTIONS = (
     *("--opt", "lamb", "--lr", "0.01", "--weight-decay", "0.1", "--opt-betas", "0.9", "0.999", "--clip-grad", "1"),
     *("-b", "128", "--grad-accum-steps", "32", "--epochs", "300", "--warmup-epochs", "30", "--sched-on-updates"),
@@ -36,7 +36,7 @@ IMAGENET_OPTIONS = (
 
 
 def small(arms: tuple[Arm, ...], seeds: range = range(5), **changes: Any) -> Size:
-    """For two cores: a fifth of the training images, a ViT 96 wide with 6 blocks, 30 epochs."""
+    """Make a size for two cores: a fifth of the training images, ViTs 96 wide with 6 blocks, 30 epochs."""
     stated: dict[str, Any] = {
         "setting": "cifar100-small",
         "images": {"images": Images(train=(0, 100))},
@@ -58,7 +58,7 @@ def small(arms: tuple[Arm, ...], seeds: range = range(5), **changes: Any) -> Siz
 
 
 def imagenet(arms: tuple[Arm, ...], seeds: range = range(3), **changes: Any) -> Size:
-    """WideNet-L and OneS-L on ImageNet."""
+    """Make the paper's size of WideNet and OneS: L on ImageNet."""
     return paper(
         arms,
         seeds,
@@ -71,7 +71,7 @@ def imagenet(arms: tuple[Arm, ...], seeds: range = range(3), **changes: Any) -> 
 
 
 def paper(arms: tuple[Arm, ...], seeds: range = range(5), **changes: Any) -> Size:
-    """ViT-XT on all of CIFAR-100, 100 epochs, for a GPU."""
+    """Make EWA's paper size: ViT-XT on all of CIFAR-100, 100 epochs."""
     stated: dict[str, Any] = {
         "setting": "cifar100-paper",
         "images": {"images": Images()},

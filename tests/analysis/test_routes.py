@@ -1,4 +1,4 @@
-"""Which classes go to which experts, against the routers' weights applied by hand."""
+"""The routes of classes to experts, against the routers' weights applied by hand."""
 
 import csv
 import json
@@ -9,47 +9,26 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, SMALL_VIT_KWARGS
+from common import SMALL_VIT_KWARGS
+from observations import HERE, make_model, write_images
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from timm_moe import moe_layers
-from timm_moe.analysis.data import Inference, image_folder, load_classifiers
-from timm_moe.analysis.routes import (
-    Routes,
-    collect_routes,
-    display_order,
-    mutual_information,
-    mutual_information_by_chance,
-    plot,
-    summarize,
-    summarize_all,
-)
+from timm_moe.analysis.data import image_folder, load_classifiers
+from timm_moe.analysis.routes import display_order, plot
+from timm_moe.analysis.routing_statistics import Routes, collect_routes, summarize, summarize_all
 from timm_moe_cli import main
 
-HERE = Inference(batch_size=7, workers=0, device="cpu")
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    random = np.random.default_rng(0)
-    for label, name in enumerate(CLASSES):
-        (folder / "val" / name).mkdir(parents=True)
-        for index in range(4 + label % 2):
-            pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / "val" / name / f"{index}.png")
+    write_images(folder / "val", CLASSES, [4, 5, 4, 5, 4])
     return folder
-
-
-def make_model(name="vit_tiny_moe", **options):
-    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
-    for layer in moe_layers(model).values():
-        if hasattr(layer.router, "weight"):
-            nn.init.normal_(layer.router.weight)
-    return model
 
 
 def routes_of(model, data):
@@ -116,11 +95,17 @@ def test_classes_without_images_are_left_out(data, tmp_path):
     torch.testing.assert_close(first.share_CE().sum(1), torch.ones(5, dtype=torch.double))
 
 
+def counted(count_IME, labels):
+    names = [str(label) for label in sorted(set(labels))]
+    return Routes("layer", 1, count_IME.shape[2], count_IME, torch.tensor(labels), names)
+
+
 def made_up(expert_of_image, experts, labels):
-    count_IE = nn.functional.one_hot(torch.tensor(expert_of_image), experts).int()
-    return Routes(
-        "layer", 1, count_IE.shape[1], count_IE, torch.tensor(labels), [str(label) for label in sorted(set(labels))]
-    )
+    return counted(nn.functional.one_hot(torch.tensor(expert_of_image), experts).int().unsqueeze(1), labels)
+
+
+def mutual_information(count_CE):
+    return counted(count_CE.unsqueeze(1), [*range(len(count_CE))]).mutual_information()
 
 
 def test_mutual_information():
@@ -131,14 +116,34 @@ def test_mutual_information():
     assert mutual_information(joint) == pytest.approx(by_hand)
 
 
+def test_the_classs_information_is_the_mutual_information_over_the_entropy_of_the_expert():
+    joint = np.array([[0.3, 0.1], [0.2, 0.4]])
+    own = np.outer(joint.sum(1), joint.sum(0))
+    expert = joint.sum(0)
+    expected = (joint * np.log(joint / own)).sum() / -(expert * np.log(expert)).sum()
+    assert counted(torch.tensor([[[30, 10]], [[20, 40]]]), [0, 1]).class_information() == pytest.approx(expected)
+    # of two members with experts of their own, to which the class says all and nothing
+    members = counted(torch.tensor([[[9, 0, 0, 0], [0, 0, 5, 4]], [[0, 9, 0, 0], [0, 0, 5, 4]]]), [0, 1])
+    nothing = -(5 / 9 * np.log(5 / 9) + 4 / 9 * np.log(4 / 9))
+    expected = np.log(2) / (np.log(2) + nothing)
+    assert members.class_information() == pytest.approx(expected)
+
+
+def test_the_class_decides_experts_of_uneven_loads_too():
+    labels = [0] * 8 + [1, 2]
+    assert made_up(labels, 3, labels).class_information() == pytest.approx(1)
+
+
 def test_mutual_information_by_chance_is_that_of_a_router_that_ignores_classes():
     random = np.random.default_rng(0)
     labels = [label for label in range(20) for _ in range(10)]
     routes = made_up(random.integers(0, 4, 200).tolist(), 4, labels)
-    information, chance = mutual_information(routes.count_CE()), mutual_information_by_chance(routes)
+    summary = summarize(routes, 0.05)
+    entropy = summary["mutual_information"] / summary["normalized"]
+    information, chance = routes.mutual_information(), entropy * routes.class_information_by_chance()
     assert chance == pytest.approx(19 * 3 / (2 * 200), rel=0.3)  # the bias of the estimate, (C - 1)(E - 1) / 2n
     assert abs(information - chance) < 0.05
-    assert not summarize(routes, 0.05)["kept"]
+    assert not summary["kept"]
 
 
 def test_which_layers_are_kept():

@@ -15,7 +15,7 @@ from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference
-from timm_moe.analysis.routes import collect_patch_routes, summarize
+from timm_moe.analysis.routing_statistics import collect_patch_routes, summarize
 from timm_moe.analysis.segmentation import MaskedImages, majority_labels, pair_files
 from timm_moe.callbacks import export_moe
 from timm_moe.checkpoints.source import load_source

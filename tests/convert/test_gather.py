@@ -54,7 +54,7 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9))
 
 
 def test_a_norm_of_the_hidden_units_goes_with_them():
-    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").double().networks()
+    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").double().stacked_weights()
     networks["norm.weight"] = torch.arange(16.0).double().view(2, 8)
     networks["norm.bias"] = -networks["norm.weight"]
     gathered = top_units(networks)
@@ -71,10 +71,10 @@ def test_identities(shape, ffn, seed):
     num_experts, width, hidden = shape
     torch.manual_seed(seed)
     hidden = 2 * hidden if ffn is GluMlp else hidden
-    equal = Experts(ffn(width, hidden), num_experts, "same").double().networks()
+    equal = Experts(ffn(width, hidden), num_experts, "same").double().stacked_weights()
     one = {name: tensor[0] for name, tensor in equal.items()}
     torch.testing.assert_close(average(equal), one)
-    apart = Experts(ffn(width, hidden), num_experts, "independent").double().networks()
+    apart = Experts(ffn(width, hidden), num_experts, "independent").double().stacked_weights()
     total = add(apart)
     for name, tensor in apart.items():
         torch.testing.assert_close(total[name], tensor.sum(0) if tensor.ndim == 3 else tensor.mean(0))
@@ -89,16 +89,12 @@ def test_identities(shape, ffn, seed):
 
 @settings(max_examples=25)
 @given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
-@pytest.mark.parametrize("gather_biases", [False, True])
-def test_hidden_units_stay_whole(gather_biases, shape, ffn, seed):
-    """The gathered network is the sum of what each expert's strongest units compute, with their biases if gathered."""
+def test_hidden_units_stay_whole(shape, ffn, seed):
+    """The gathered network is the sum of what each expert's strongest units compute, biases aside."""
     num_experts, width, hidden = shape
     torch.manual_seed(seed)
     layer = Experts(ffn(width, 2 * hidden if ffn is GluMlp else hidden), num_experts, "independent").double()
-    networks = {
-        name: tensor * (tensor.ndim == 3 or (gather_biases and not name.startswith("fc2")))
-        for name, tensor in layer.networks().items()
-    }
+    networks = {name: tensor * (tensor.ndim == 3) for name, tensor in layer.stacked_weights().items()}
     outward = networks["fc2.weight"]
     hidden = outward.shape[2]
     inward = [
@@ -115,27 +111,8 @@ def test_hidden_units_stay_whole(gather_biases, shape, ffn, seed):
         weights = {name: tensor[expert].clone() for name, tensor in networks.items()}
         weights["fc2.weight"][:, silent] = 0
         expected = expected + layer.to_ffn(weights)(x)
-    gathered = top_units(networks, gather_biases)
-    if not gather_biases:
-        gathered = {name: tensor * (tensor.ndim == 2) for name, tensor in gathered.items()}
+    gathered = {name: tensor * (tensor.ndim == 2) for name, tensor in top_units(networks).items()}
     torch.testing.assert_close(layer.to_ffn(gathered)(x), expected)
-
-
-def test_gathered_biases_are_those_of_the_kept_units(case):
-    """Each by its place in the golden file, where the networks have biases that differ."""
-    weights, averaged, gathered = stacked(case), top_units(stacked(case)), METHODS["topk_biases"](stacked(case))
-    assert not torch.equal(gathered["fc1.bias"], averaged["fc1.bias"])
-    for name in ("fc1.weight", "fc2.weight", "fc2.bias"):
-        assert torch.equal(gathered[name], averaged[name])
-    num_experts, hidden, _ = weights["fc1.weight"].shape
-    found = [
-        weights["fc1.bias"][expert, unit]
-        for row in gathered["fc1.weight"]
-        for expert in range(num_experts)
-        for unit in range(hidden)
-        if torch.equal(weights["fc1.weight"][expert, unit], row)
-    ]
-    assert torch.equal(gathered["fc1.bias"], torch.stack(found))
 
 
 def test_the_switch_baseline_keeps_everything_but_the_experts():
@@ -155,7 +132,7 @@ def test_the_switch_baseline_keeps_everything_but_the_experts():
     assert not drawn["fc2.bias"].any()
     again = timm_moe.to_dense(teacher, "random").state_dict()
     assert not torch.equal(again["blocks.0.mlp.fc1.weight"], student["blocks.0.mlp.fc1.weight"])
-    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").to(torch.bfloat16).networks()
+    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").to(torch.bfloat16).stacked_weights()
     drawn = METHODS["random"](networks)
     assert drawn["norm.weight"].unique().tolist() == [1]
     assert not drawn["norm.bias"].any()
@@ -164,11 +141,11 @@ def test_the_switch_baseline_keeps_everything_but_the_experts():
 
 def test_equal_experts_give_their_strongest_units_many_times():
     layer = Experts(Mlp(4, 8), 4, "same")
-    gathered = top_units(layer.networks())["fc1.weight"]
+    gathered = top_units(layer.stacked_weights())["fc1.weight"]
     torch.testing.assert_close(gathered, gathered[:2].repeat(4, 1))
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"topk_biases"}))  # of the same shapes as topk's
+@pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize(
     "name",
     [
@@ -199,7 +176,7 @@ def test_a_shared_expert_is_one_of_the_experts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mean",), "method must be one of average, sum, topk, topk_biases, svd, random, got 'mean'"),
+        (("mean",), "method must be one of average, sum, topk, svd, random, got 'mean'"),
         (("sum", 0.5), "svd_ratio is an option of method='svd', got method='sum'"),
     ],
 )

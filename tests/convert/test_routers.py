@@ -13,7 +13,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe import info
-from timm_moe.convert import routers
+from timm_moe.convert import registry
 from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
 
 
@@ -62,7 +62,7 @@ SPEC = timm_moe.RouterSpec("modulo", Modulo, {"step": 1, "choices": 1})
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(routers, "_registered", dict(routers._registered))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     return timm_moe.register_router(SPEC)
 
 
@@ -117,10 +117,10 @@ def test_weights_that_cannot_begin_anew_are_told():
         (
             {"router": "modulo", "top_k": 2},
             ValueError,
-            "top_k is an option of router='top_k'; router='modulo'",
+            "top_k is an option of router='top_k', which router='modulo'",
         ),
-        ({"router": "modulo", "eval_mode": "partition"}, ValueError, "eval_mode is an option of router='random'"),
-        ({"router": "top_k", "step": 2}, ValueError, "step is an option of router='modulo'; router='top_k' has none"),
+        ({"router": "modulo", "common_share": 0.5}, ValueError, "common_share is an option of router='fused'"),
+        ({"router": "top_k", "step": 2}, ValueError, "'modulo', which router='top_k' does not have"),
         ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
         ({"router": Holding}, TypeError, "holds a TopKRouter, whose losses nobody would find there"),
         ({"router": Plain(8, 2)}, ValueError, "router is a Plain, but each layer needs one of its own: give the class"),
@@ -173,18 +173,16 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
     expert_TK = torch.stack([torch.randperm(experts)[:choices] for _ in range(rows)])
     weight_TK = torch.rand(rows, choices)
     routing = routing_to(expert_TK, weight_TK, experts)
-    assert routing.ends[-1] == rows * choices
-    expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.ends, right=True)
-    assert torch.equal(expert_of_place[routing.place], expert_TK)
-    assert torch.equal(routing.order[routing.place], torch.arange(rows)[:, None].expand(rows, choices))
-    assert torch.equal(routing.weight, weight_TK)
+    assert routing.offsets[-1] == rows * choices
+    expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.offsets, right=True)
+    assert torch.equal(expert_of_place[routing.slots], expert_TK)
+    assert torch.equal(routing.token_indices[routing.slots], torch.arange(rows)[:, None].expand(rows, choices))
+    assert torch.equal(routing.gates, weight_TK)
 
 
 def test_what_a_router_does_not_state():
     assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (1, 6, "token")
     assert TopKRouter(8, 6, 2).routing_degree() == 15
-    with pytest.raises(RuntimeError, match="TorchScript has no Router"):
-        Router(3).scriptable_choice()
 
 
 def test_options_of_a_registered_router_may_be_stated_by_files():

@@ -17,10 +17,12 @@ from torch import nn
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec
-from timm_moe.export import export as export_module
+from timm_moe.export import outputs as outputs_module
 from timm_moe.export.export import export_dense, export_moe
 from timm_moe.export.push import push_dense, push_moe
 from timm_moe.model_config import Preprocessing
+
+pytestmark = [pytest.mark.ci]
 
 SIZE = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
 VIT = {**SIZE, "intermediate_size": 32, "id2label": {0: "apple", 1: "bear", 2: "bee"}}
@@ -38,8 +40,6 @@ MODELS = {
 }
 OPEN = """
 import json, sys, torch, transformers
-
-pytestmark = [pytest.mark.ci]
 root, places = sys.argv[1], json.loads(sys.argv[2])
 for name, class_name in places.items():
     model, info = getattr(transformers, class_name).from_pretrained(f"{root}/{name}", output_loading_info=True)
@@ -402,8 +402,8 @@ def test_every_file_that_save_pretrained_writes_is_pushed_and_published(transfor
 
 def test_inputs_of_the_caller_go_first(transformers, tmp_path, monkeypatch):
     seen = []
-    outputs = export_module._outputs
-    monkeypatch.setattr(export_module, "_outputs", lambda model, inputs: seen.append(inputs) or outputs(model, inputs))
+    outputs = outputs_module.outputs
+    monkeypatch.setattr(outputs_module, "outputs", lambda model, inputs: seen.append(inputs) or outputs(model, inputs))
     images = torch.randn(1, 3, 16, 16)
     export_dense(of_transformers(transformers, "vit"), tmp_path / "vit", example_inputs=images)
     assert [torch.equal(inputs, images) for inputs in seen] == [True, True]

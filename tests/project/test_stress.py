@@ -1,4 +1,4 @@
-"""The programmes of tests/stress (see docs/robustness.md): small in CI, whole with ``-m stress``."""
+"""The programmes of tests/stress (see docs/compatibility.md): small in CI, whole with ``-m stress``."""
 
 import os
 

@@ -1,7 +1,6 @@
-"""The tutorials run from top to bottom, and what is committed of them is such a run.
+"""The tutorials run from top to bottom, and the committed outputs are from such a run.
 
-``python tests/project/test_tutorials.py [NAME ...]`` runs them and writes their outputs into the files: do so after a
-change.
+``python tests/project/test_tutorials.py [NAME ...]`` runs them and writes their outputs into the files.
 """
 
 import base64
@@ -20,14 +19,14 @@ pytestmark = [pytest.mark.ci]
 
 TUTORIALS = sorted((Path(__file__).parents[2] / "docs/tutorials").glob("*.ipynb"))
 NAMES = ["dense_to_vmoe_and_back", "ensemble_in_one_model", "ewa_in_ten_minutes"]
-#: Seconds of the processor's time that a tutorial may take.
+#: Seconds of CPU time that a tutorial may take.
 LIMIT = 120
-#: Bytes that a figure may have.
+#: Largest size of a figure, in bytes.
 LARGEST_FIGURE = 100_000
 
 
 def execute(file, folder):
-    """The notebook after a run in a folder, and the processor's seconds that the run took in all its processes."""
+    """Run a notebook in a folder; return it with the seconds of CPU time of all its processes."""
     notebook = nbformat.read(file, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -40,7 +39,7 @@ def execute(file, folder):
 
 
 def without_traces(notebook):
-    """What tells of the machine or of the editor is taken off, so that a change shows what has changed."""
+    """Remove traces of the machine and the editor, so that a diff shows real changes only."""
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
@@ -53,7 +52,7 @@ def code_cells(notebook):
 
 
 def kinds(cell):
-    """What a cell shows: text, or the formats of what it displays. Warnings are left out: versions differ."""
+    """Return the kinds of output of a cell, without warnings, which differ by version."""
     kinds = [sorted(output["data"]) if "data" in output else output.get("name", "error") for output in cell.outputs]
     return [kind for kind in kinds if kind != "stderr"]
 

@@ -10,7 +10,7 @@ from timm.layers import Mlp
 
 import timm_moe
 from timm_moe import convert_to_moe, moe_layers, to_dense
-from timm_moe.analysis.routes import routed_layers
+from timm_moe.analysis.routing_statistics import routed_layers
 from timm_moe.info import model_info
 from timm_moe.rivals import FusedMlp, Fusion
 
@@ -69,7 +69,6 @@ def test_the_exported_model_is_stock_and_computes_the_same(images, tmp_path):
     assert type(dense) is timm.models.VisionTransformer
     with torch.no_grad():
         torch.testing.assert_close(dense(images), model(images))
-        torch.testing.assert_close(torch.jit.script(model)(images), model(images))
         torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(images), model(images))
 
 
@@ -124,7 +123,7 @@ def test_what_is_published_says_how_it_was_made(tmp_path):
     pushed = timm_moe.push_dense(str(tmp_path / "dense"), "someone/model", dry_run=True)
     assert "which learned weights fuse into one network (ExFusion" in pushed.card
     assert "riquelme" not in pushed.card
-    with pytest.raises(ValueError, match="so made, which do not depend on the images"):
+    with pytest.raises(ValueError, match="or fused, which do not depend on the images"):
         routed_layers(fused_vit())
     del model
 
@@ -136,7 +135,7 @@ def test_copies_are_warned_of(dense_vit):
         convert_to_moe(dense_vit, router="fused")
 
 
-def test_it_trains_and_begins_anew(images):
+def test_it_trains_and_is_reset(images):
     model = fused_vit()
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-2, weight_decay=0.05)
     before = {name: value.clone() for name, value in model.state_dict().items()}

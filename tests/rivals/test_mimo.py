@@ -51,7 +51,7 @@ def test_each_member_sees_each_image_equally_often(batch, members, input_repetit
 @pytest.mark.parametrize("target", [torch.tensor([0, 1, 2, 3, 4, 0]), torch.rand(6, 5).softmax(1)])
 @pytest.mark.parametrize("name", BOTH)
 def test_the_loss_is_that_of_a_loop_over_rows_and_members(name, target, images):
-    """And so are its gradients: the paper's targets are those of the images that each member sees."""
+    """Its gradients too: the paper's targets belong to the images that each member sees."""
     model = mimo(name, ensemble_size=3, batch_repetitions=2).double()
     images = images.double()
     criterion = nn.CrossEntropyLoss() if target.ndim == 1 else SoftTargetCrossEntropy()
@@ -140,7 +140,7 @@ def test_the_dense_form_keeps_its_members(images):
 
 
 def test_it_learns_to_tell_its_images_apart():
-    """Each member finds its own image's class, though every forward shows it two."""
+    """Members find the class of their own image, though every forward shows two images."""
     torch.manual_seed(0)
     colors = torch.eye(3)[:, :, None, None].repeat(8, 1, 8, 8)
     labels = torch.arange(3).repeat(8)

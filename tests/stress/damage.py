@@ -1,4 +1,4 @@
-"""Damaged and hostile inputs for every command that reads files; see docs/robustness.md.
+"""Damaged and hostile inputs for every command that reads files; see docs/compatibility.md.
 
     python tests/stress/damage.py --number 1000 --seed 0
 

@@ -1,4 +1,4 @@
-"""timm's own train.py, killed (SIGKILL) again and again until it has finished; see docs/robustness.md.
+"""timm's own train.py, killed (SIGKILL) again and again until it has finished; see docs/compatibility.md.
 
     TIMM_SCRIPTS=FOLDER python tests/stress/kill_training.py --kills 20 --seed 0
 

@@ -1,4 +1,4 @@
-"""Commands that are killed (SIGKILL) while they write; see docs/robustness.md.
+"""Commands that are killed (SIGKILL) while they write; see docs/compatibility.md.
 
     python tests/stress/kill_writing.py --random 20 --seed 0
 

@@ -1,4 +1,4 @@
-"""Memory over thousands of steps of training; see docs/robustness.md.
+"""Memory over thousands of steps of training; see docs/compatibility.md.
 
     python tests/stress/memory.py --steps 2000
 

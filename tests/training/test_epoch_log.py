@@ -14,7 +14,7 @@ from timm.utils import update_summary
 from torch import nn
 
 import timm_moe
-from timm_moe.training.epoch_log import FILE, read_epochs, spread
+from timm_moe.training.epoch_log import FILE, read_epochs, relative_distance_to_mean
 
 
 def run(name, folder, epochs, first=0):
@@ -82,17 +82,17 @@ def test_a_damaged_file_is_told_and_ends_no_run(text, tmp_path, caplog):
     assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [1, 2]
 
 
-def test_spread_is_the_distance_from_the_mean(ewa_vit):
+def test_the_spread_is_the_relative_distance_from_the_mean(ewa_vit):
     layer = timm_moe.moe_layers(ewa_vit)["blocks.1.mlp"]
     rows = torch.cat([stacked.detach().flatten(1) for _, stacked in layer.named_expert_parameters()], 1).double()
     expected = (rows - rows.mean(0)).square().sum(1).mean().sqrt() / rows.mean(0).norm()
-    assert spread(layer) == pytest.approx(expected.item(), rel=1e-5)
+    assert relative_distance_to_mean(layer) == pytest.approx(expected.item(), rel=1e-5)
     for _, stacked in layer.named_expert_parameters():
         stacked.data[:] = stacked.data[:1].clone()
-    assert spread(layer) == pytest.approx(0, abs=1e-6)
+    assert relative_distance_to_mean(layer) == pytest.approx(0, abs=1e-6)
     for _, stacked in layer.named_expert_parameters():
         stacked.data.zero_()
-    assert spread(layer) is None
+    assert relative_distance_to_mean(layer) is None
 
 
 def test_the_file_is_json_with_versions(tmp_path):

@@ -1,1 +1,1 @@
-"""What a trained model does: accuracy, calibration, diversity, routes; and what the papers say of it."""
+"""Measurements on a trained model: accuracy, calibration, diversity, few-shot learning, routing."""

@@ -1,4 +1,4 @@
-"""Classifiers and a folder of images to run them on, checked against each other before the first forward."""
+"""Opens classifiers and a folder of images, and checks them against each other before the first forward."""
 
 import logging
 import time
@@ -26,13 +26,13 @@ PROGRESS_INTERVAL = 10.0
 
 @dataclass(frozen=True)
 class Inference:
-    """How forwards are run.
+    """Settings of forwards.
 
     Attributes:
         batch_size: images of a forward.
         workers: processes that load images; 0 loads them in this one.
-        device: as torch names it; by default the GPU if there is one.
-        amp_dtype: run the models under autocast to this type.
+        device: torch's name of it; by default the GPU if there is one.
+        amp_dtype: type of autocast; by default there is none.
     """
 
     batch_size: int = 256
@@ -48,11 +48,11 @@ class Inference:
 
 
 def image_folder(data_dir: str | Path, split: str = "validation", class_map: str = "") -> ImageDataset:
-    """The images of a split, a folder for each class, found as timm's validate.py finds them.
+    """Open the images of a split, a folder for each class, as timm's validate.py does.
 
     Args:
         data_dir: folder that holds the split's folder.
-        split: its name; timm takes ``val``, ``eval`` and the like for ``validation``. ``""`` for ``data_dir`` itself.
+        split: its name; timm takes ``val``, ``eval`` and the like for ``validation``. ``""`` is ``data_dir`` itself.
         class_map: file that numbers the classes, as in timm's scripts; by default they are sorted.
 
     Raises:
@@ -70,9 +70,10 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
         raise FileNotFoundError(f"{folder} has no image of a class in its split {split!r}.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"The class map {class_map} is no text.") from error
-    if sorted(dataset.reader.class_to_idx.values()) != list(range(len(dataset.reader.class_to_idx))):
+    numbers = sorted(dataset.reader.class_to_idx.values())
+    if numbers != list(range(len(numbers))):
         raise ValueError(f"The class map {class_map} names a class twice.")
-    if split and dataset.reader.root == str(folder):  # where timm finds no split, it takes all there is
+    if split and dataset.reader.root == str(folder):  # timm takes the whole folder if it finds no split
         found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())[:5])
         raise FileNotFoundError(
             f"{folder} has no split {split!r}; its folders begin with {found}: name one with --split, or --split '' if "
@@ -94,46 +95,45 @@ def load_classifiers(
     use_ema: bool = False,
     inference: Inference | None = None,
 ) -> list[nn.Module]:
-    """The models of several sources on their device in eval mode, all with the classes of the images.
+    """Load models with the classes of the images, on their device and in eval mode.
 
-    Only numbers of classes can be checked for certain. If the config of a model names its classes (``label_names``) and
-    the images' have other names, a warning says so.
+    Models and images must have the same number of classes. If the config of a model names its classes
+    (``label_names``) and the images have other names, a warning says so.
 
     Args:
-        sources: whatever :func:`timm_moe.checkpoints.source.load_source` takes.
+        sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
         images: from :func:`image_folder`.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
-        inference: says the device.
+        inference: has the device.
 
     Raises:
         ValueError: if the number of classes differs between two models, or between model and images; and as
             ``load_source``.
     """
-    device = (inference or Inference()).torch_device()
     models = []
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
     names = [describe_source(source) for source in sources]
-    first = models[0].num_classes
+    first, found = models[0].num_classes, len(class_names(images))
     for name, model in zip(names, models, strict=True):
         if model.num_classes != first:
             raise ValueError(
                 f"{name} has {model.num_classes} classes, but {names[0]} has {first}: the members of an ensemble need "
                 "the same."
             )
-    found = len(class_names(images))
     if first != found:
         raise ValueError(f"{Path(images.reader.root)} has {found} classes, but {names[0]} has {first}.")
     for name, model in zip(names, models, strict=True):
         _warn_of_other_classes(name, model, images)
+    device = (inference or Inference()).torch_device()
     return [model.to(device).eval() for model in models]
 
 
 def _warn_of_other_classes(name: str, model: nn.Module, images: ImageDataset) -> None:
-    """Compare the names that the model's config states for its classes with those of the images' folders."""
+    """Compare the names of the classes in the model's config with the names of the images' folders."""
     stated = get_pretrained_cfg(model).get("label_names") if hasattr(model, "pretrained_cfg") else None
     if not stated:
         return
@@ -149,21 +149,21 @@ def _warn_of_other_classes(name: str, model: nn.Module, images: ImageDataset) ->
 
 
 def describe_source(source: Source) -> str:
-    """A source by its name."""
+    """The name of a source for messages."""
     return type(source).__name__ if isinstance(source, nn.Module) else str(source)
 
 
 def batches(
     models: Sequence[nn.Module], images: ImageDataset, inference: Inference, indices: Sequence[int] | None = None
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """All images in batches on the device, in order: (B, C, H, W) for each model, and their labels (B,).
+    """Load images in batches on the device, in order: (B, C, H, W) for each model, and their labels (B,).
 
-    Models of the same preprocessing share a loader. The log tells the progress.
+    Models of the same preprocessing share a loader.
 
     Args:
         models: on their device.
         images: from :func:`image_folder`.
-        inference: how they are run.
+        inference: settings of the forwards.
         indices: numbers of the images that are wanted; by default all.
 
     Raises:
@@ -172,22 +172,44 @@ def batches(
     configs = [preprocessing(model) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
     wanted = range(len(images)) if indices is None else indices
-    loaders = [_loader(images, wanted, config, inference) for config in distinct]
-    done, told = 0, time.monotonic()
-    for parts in naming_what_fails(zip(*loaders, strict=True)):
-        labels = parts[0][1]
-        yield [parts[distinct.index(config)][0] for config in configs], labels
-        done += len(labels)
-        if time.monotonic() - told > PROGRESS_INTERVAL:
-            told = time.monotonic()
-            _logger.info("%s: %s of %s images ...", Path(images.reader.root), f"{done:,}", f"{len(wanted):,}")
+    loaders: list[Any] = [
+        create_loader(
+            _Images(images, wanted, "RGB" if config["input_size"][0] == 3 else "L"),  # type: ignore[arg-type]
+            **config,
+            batch_size=inference.batch_size,
+            num_workers=inference.workers,
+            persistent_workers=inference.workers > 0,
+            device=inference.torch_device(),
+        )
+        for config in distinct
+    ]
+    for parts in reading(zip(*loaders, strict=True), Path(images.reader.root), len(wanted), inference):
+        yield [parts[distinct.index(config)][0] for config in configs], parts[0][1]
+
+
+def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:
+    """The batches of a loader of so many images. The log has the progress.
+
+    Raises:
+        ValueError: if an image cannot be read, without the traceback that a worker process adds.
+    """
+    done, logged = 0, time.monotonic()
+    try:
+        for batch in loader:
+            yield batch
+            done = min(done + inference.batch_size, total)
+            if time.monotonic() - logged > PROGRESS_INTERVAL:
+                logged = time.monotonic()
+                _logger.info("%s: %s of %s images ...", folder, f"{done:,}", f"{total:,}")
+    except UnreadableImage as error:
+        raise ValueError(str(error).rpartition(f"{UnreadableImage.__name__}: ")[2].strip()) from error
 
 
 class _Images(Dataset):
-    """Those of timm's dataset, but that one which cannot be read is an error: timm takes the next one in its place."""
+    """Like timm's dataset, but an unreadable image raises: timm takes the next one."""
 
     def __init__(self, images: ImageDataset, wanted: Sequence[int], mode: str):
-        self.reader = images.reader
+        self.samples = images.reader.samples
         self.wanted = wanted
         self.mode = mode
         self.transform: Any = None  # timm's create_loader sets it
@@ -196,61 +218,26 @@ class _Images(Dataset):
         return len(self.wanted)
 
     def __getitem__(self, number: int) -> tuple[Any, int]:
-        index = self.wanted[number]
-        try:
-            file, label = self.reader[index]
-        except Exception as error:
-            raise _unreadable(self.reader.filename(index, absolute=True), error) from error
-        image = read_image(file, self.mode, self.reader.filename(index, absolute=True))
-        return self.transform(image), label
+        file, label = self.samples[self.wanted[number]]
+        return self.transform(read_image(file, self.mode)), label
 
 
 class UnreadableImage(ValueError):
-    """Of one file, with its name."""
+    """An error about one file, which it names."""
 
 
-def _unreadable(name: str | Path, error: Exception) -> UnreadableImage:
-    return UnreadableImage(f"The image {name} cannot be read: {describe(error)}")
-
-
-def read_image(file: Any, mode: str | None = None, name: str | Path | None = None) -> Image.Image:
-    """Open and decode an image.
-
-    Args:
-        file: path or stream.
-        mode: of Pillow, which the image is converted to; by default it stays as it is.
-        name: of the file in errors, where ``file`` is a stream.
+def read_image(file: str | Path, mode: str | None = None) -> Image.Image:
+    """Open and decode an image, and convert it to a mode of Pillow if one is given.
 
     Raises:
         UnreadableImage: if it is damaged or no image.
     """
     try:
         image: Image.Image = Image.open(file)
-        if image.format == "PNG":  # its checksums are not looked at in decoding
+        if image.format == "PNG":  # decoding does not look at its checksums
             image.verify()
-            if hasattr(file, "seek"):
-                file.seek(0)
             image = Image.open(file)
         image.load()
         return image if mode is None else image.convert(mode)
     except Exception as error:  # a damaged image may end in anything
-        raise _unreadable(name or file, error) from error
-
-
-def naming_what_fails(parts: Iterable[Any]) -> Iterator[Any]:
-    """Says of an unreadable image what a worker process said, without the traceback that its loader adds."""
-    try:
-        yield from parts
-    except UnreadableImage as error:
-        raise ValueError(str(error).rpartition(f"{UnreadableImage.__name__}: ")[2].strip()) from error
-
-
-def _loader(images: ImageDataset, wanted: Sequence[int], config: dict[str, Any], inference: Inference) -> Any:
-    return create_loader(
-        _Images(images, wanted, "RGB" if config["input_size"][0] == 3 else "L"),  # type: ignore[arg-type]
-        **config,
-        batch_size=inference.batch_size,
-        num_workers=inference.workers,
-        persistent_workers=inference.workers > 0,
-        device=inference.torch_device(),
-    )
+        raise UnreadableImage(f"The image {file} cannot be read: {describe(error)}") from error

@@ -1,4 +1,4 @@
-"""How good a classifier, or an ensemble of classifiers, is on a folder of images: all of :mod:`.metrics`."""
+"""Measures a classifier, or an ensemble of classifiers, on a folder of images with all of :mod:`.metrics`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -10,10 +10,10 @@ from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
 
-#: From a model in eval mode, its name, and images x (B, channels, height, width), to the logits (B, M, C) of members.
+#: From a model in eval mode, its name, and images (B, channels, height, width), to the logits (B, M, C) of its members.
 Members = Callable[[nn.Module, str, Tensor], Tensor]
 
-#: What the numbers of an evaluation are called in a table, and their format.
+#: Names and formats of the numbers of an evaluation in a table, in their order.
 LABELS = {
     "images": ("images", "{:,}"),
     "members": ("members", "{:,}"),
@@ -34,7 +34,7 @@ LABELS = {
 
 
 def own_members(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """The logits (B, M, C) of the members that a model has; of a model without, its own as those of one member."""
+    """The logits (B, M, C) of a model's members; a model without members is one."""
     forward_members = getattr(model, "forward_members", None)
     return model(x).unsqueeze(1) if forward_members is None else forward_members(x)
 
@@ -49,19 +49,19 @@ def evaluate(
     inference: Inference | None = None,
     members: Members = own_members,
 ) -> dict[str, float]:
-    """Measure one classifier, or the ensemble of all members of several.
+    """Measure one classifier, or the ensemble of all members of several classifiers.
 
-    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any other is one. The
-    ensemble predicts the mean of its members' probabilities (pBE, arXiv 2110.03360, section 4).
+    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any other is one member.
+    The ensemble predicts the mean of its members' probabilities (pBE, arXiv 2110.03360, section 4).
 
     Args:
         sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
         images: from :func:`timm_moe.analysis.data.image_folder`.
-        ood_images: images of another distribution, to be told from the first by the largest mean probability; their
-            classes do not matter.
+        ood_images: images of another distribution, which the largest mean probability should tell from the first;
+            their classes do not matter.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
-        inference: how forwards are run.
+        inference: settings of the forwards.
         members: gives the members of a model, if not its own, as :func:`timm_moe.rivals.sampled_members`.
 
     Returns:
@@ -85,7 +85,7 @@ def evaluate(
 
 
 class Figures:
-    """What :func:`evaluate` measures, gathered batch by batch.
+    """The numbers of :func:`evaluate`, gathered batch by batch.
 
     Args:
         num_classes: C.
@@ -119,7 +119,7 @@ class Figures:
         _update(self._of_confidence, confidence(log_p_BMC), torch.ones_like(labels))
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
-        """Add those of images of other data."""
+        """Add log-probabilities (B, M, C) of images of other data."""
         self.ood_images += len(log_p_BMC)
         _update(self._of_confidence, confidence(log_p_BMC), torch.zeros(len(log_p_BMC), dtype=torch.long))
 
@@ -143,7 +143,7 @@ def predictions(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Log-probabilities (B, M, C) of all members of all models, and labels (B,), batch by batch, in float64 on the CPU.
 
-    In float32 the normalisation could round two logits to the same probability, and thus change a prediction.
+    In float32 the normalisation may round two logits to the same probability and so change a prediction.
     """
     for inputs, labels in batches(models, images, inference):
         parts = [
@@ -166,7 +166,7 @@ def member_log_probabilities(
 
 
 def confidence(log_p_BMC: Tensor) -> Tensor:
-    """(B,) the largest of the ensemble's probabilities."""
+    """(B,) largest probability of the ensemble."""
     return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
 
 
@@ -180,7 +180,7 @@ def _values(group: Mapping[str, metrics.Metric]) -> dict[str, float]:
 
 
 def table(result: dict[str, float]) -> str:
-    """An evaluation to be read, a line for each number, with the share of right predictions before that of errors."""
+    """The text of an evaluation, a line for each number, with the accuracy before the error."""
     lines = []
     for name, value in result.items():
         label, layout = LABELS[name]

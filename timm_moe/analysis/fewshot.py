@@ -1,8 +1,8 @@
-"""Few-shot linear evaluation: what the features of a frozen model tell of classes that it may never have seen.
+"""Few-shot linear evaluation: a regression from the features of a frozen model to classes, learned from few images.
 
-The protocol of V-MoE's code, which pBE takes over (arXiv 2110.03360, appendix B.4): features before the classifier are
-whitened, a constant stands for the bias, and a ridge regression to classes in {-1, 1} is solved in closed form. Shape
-suffixes: N images, D width of features, C classes, L penalties.
+The protocol is that of V-MoE's code, which pBE takes over (arXiv 2110.03360, appendix B.4): features before the
+classifier are whitened, a constant serves as the bias, and a ridge regression to classes in {-1, 1} is solved in closed
+form. Shape suffixes: N images, D width of features, C classes, M members, L penalties, R runs.
 """
 
 import logging
@@ -21,21 +21,21 @@ from .data import Inference, Source, batches, class_names, describe_source
 
 _logger = logging.getLogger(__name__)
 
-#: Penalties of the regression, among which the best one is taken.
+#: Penalties of the regression; the best one is taken.
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
-#: Large, so that the bias is hardly penalised.
+#: Value of the constant feature; it is large, so that the bias is hardly penalised.
 CONSTANT = 100.0
 JOINT, DISJOINT, WEIGHTED = "joint", "disjoint", "weighted"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Images to learn classes from, and images to be told apart.
+    """Training and test images of the same classes.
 
     Attributes:
         name: in the results.
         train: the shots are drawn from these.
-        test: the same classes.
+        test: images to classify.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Result:
-    """How many test images were classified rightly after so many shots.
+    """The accuracy on the test images after so many shots.
 
     Attributes:
         folder: name of the images.
@@ -84,21 +84,21 @@ class Ridge:
             self._eigenvalues, self._left = torch.linalg.eigh(x_ND.T @ x_ND)
             self._right = self._left.T @ (x_ND.T @ y_NC)
             self._squares = (x_ND @ self._left).square()
-        else:  # the smaller matrix, of the same regression
+        else:  # the same regression by the smaller matrix
             self._eigenvalues, vectors = torch.linalg.eigh(x_ND @ x_ND.T)
             self._left, self._right = x_ND.T @ vectors, vectors.T @ y_NC
             self._squares = vectors.square() * self._eigenvalues
 
     def scores(self, x_ND: Tensor, penalty: float) -> Tensor:
-        """(N, C) of other features; the largest is that of the predicted class."""
+        """(N, C) scores of other features; the predicted class has the largest."""
         return self._whitened(x_ND.double()) @ self.weights(penalty)
 
     def weights(self, penalty: float) -> Tensor:
-        """(D + 1, C), the last row that of the constant."""
+        """(D + 1, C) weights; the last row belongs to the constant."""
         return (self._left / (self._eigenvalues + penalty)) @ self._right
 
     def left_out_error(self, penalty: float) -> float:
-        """Mean squared error on each image that was learned from, by the regression of all others.
+        """Mean squared error on each training image, by the regression from all others.
 
         In closed form: the error of the whole regression divided by one minus the image's leverage. The features stay
         whitened by all images.
@@ -124,19 +124,19 @@ def fewshot(
 ) -> list[Result]:
     """Learn the classes of each folder from few images of each, several times, and classify the test images.
 
-    The penalty is one for each number of shots: that of the best mean rank over all folders and draws, by the accuracy
-    on the test images, as in V-MoE's code. The shots of a draw contain those of its smaller numbers.
+    Each number of shots has one penalty, which has the best mean rank over all folders and draws by the accuracy on the
+    test images, as in V-MoE's code. The shots of a draw contain its smaller numbers of shots.
 
     Args:
         sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them; several, or a model with
             members, are an ensemble.
         folders: of images.
         shots: training images of each class.
-        draws: how often they are drawn.
+        draws: number of draws.
         seed: of the draws.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
-        inference: how forwards are run.
+        inference: settings of the forwards.
 
     Returns:
         For each folder and number of shots the joint regression, and of an ensemble the disjoint ones, without and
@@ -176,27 +176,23 @@ def _checked_labels(folder: Folder, shots: int) -> Tensor:
     if class_names(folder.test) != names:
         raise ValueError(f"{folder.name} has other classes among its test images than among those to learn from.")
     labels = torch.tensor([label for _, label in folder.train.reader.samples])
-    counts = labels.bincount(minlength=len(names))
-    if counts.min() < shots:
-        fewest = int(counts.argmin())
-        raise ValueError(
-            f"{shots} shots are asked for, but class {names[fewest]} of {folder.name} has {int(counts[fewest])} images."
-        )
+    fewest, name = min(zip(labels.bincount(minlength=len(names)).tolist(), names, strict=True))
+    if fewest < shots:
+        raise ValueError(f"{shots} shots are asked for, but class {name} of {folder.name} has {fewest} images.")
     return labels
 
 
 def _check_no_class_is_empty(images: ImageDataset) -> None:
-    """For timm a folder without images is no class, unless a class map names it."""
-    root, classes = images.reader.root, images.reader.class_to_idx
+    """Raise if a folder has no images: timm takes it for a class only if a class map names it."""
     filled = {label for _, label in images.reader.samples}
-    empty = [name for name, label in classes.items() if label not in filled]
-    for path, folders, files in os.walk(root, followlinks=True):
+    empty = [name for name, label in images.reader.class_to_idx.items() if label not in filled]
+    for path, folders, files in os.walk(images.reader.root, followlinks=True):
         name = os.path.basename(path)
         has_images = any(is_img_extension(os.path.splitext(file)[1].lower()) for file in files)
         if not folders and not has_images and not name.startswith("."):
             empty.append(name)
     if empty:
-        raise ValueError(f"Class {min(empty)} has no images in {root}.")
+        raise ValueError(f"Class {min(empty)} has no images in {images.reader.root}.")
 
 
 def _accuracies(
@@ -218,29 +214,34 @@ def _accuracies(
     )
     train, label = _features(models, names, folder.train, inference, used.tolist())
     test, expected = _features(models, names, folder.test, inference)
-    parts = {JOINT: [(torch.cat(train, 1), torch.cat(test, 1))]}
-    if len(train) > 1:
-        parts[DISJOINT] = list(zip(train, test, strict=True))
-    kinds = (JOINT, DISJOINT, WEIGHTED) if len(train) > 1 else (JOINT,)
-    accuracy = {kind: torch.zeros(draws, len(shots), len(PENALTIES)) for kind in kinds}
+    runs: list[dict[str, Tensor]] = []
     for draw in range(draws):
         _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
-        for index, number in enumerate(shots):
+        for number in shots:
             chosen = place[draw, :, :number].flatten()
-            for kind, members in parts.items():
-                ridges = [(Ridge(x[chosen], label[chosen], num_classes), others) for x, others in members]
-                for which, penalty in enumerate(PENALTIES):
-                    scores_MNC = torch.stack([ridge.scores(others, penalty) for ridge, others in ridges])
-                    accuracy[kind][draw, index, which] = _accuracy(scores_MNC.sum(0), expected)
-                    if kind == DISJOINT:
-                        error_M = scores_MNC.new_tensor([ridge.left_out_error(penalty) for ridge, _ in ridges])
-                        weighted_NC = (scores_MNC / error_M[:, None, None]).sum(0)
-                        accuracy[WEIGHTED][draw, index, which] = _accuracy(weighted_NC, expected)
-    return accuracy
+            runs.append(_regressions([x_ND[chosen] for x_ND in train], label[chosen], test, expected, num_classes))
+    return {kind: torch.stack([run[kind] for run in runs]).unflatten(0, (draws, len(shots))) for kind in runs[0]}
 
 
-def _accuracy(scores_NC: Tensor, expected_N: Tensor) -> Tensor:
-    return (scores_NC.argmax(1) == expected_N).double().mean()
+def _regressions(
+    train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor, num_classes: int
+) -> dict[str, Tensor]:
+    """(L,) accuracies by kind, from the features (N, D) of each member."""
+
+    def accuracy(scores_NC: Tensor) -> Tensor:
+        return (scores_NC.argmax(1) == expected).double().mean()
+
+    joint, test_ND = Ridge(torch.cat([*train], 1), label, num_classes), torch.cat([*test], 1)
+    accuracies = {JOINT: [accuracy(joint.scores(test_ND, penalty)) for penalty in PENALTIES]}
+    if len(train) > 1:
+        ridges = [Ridge(x_ND, label, num_classes) for x_ND in train]
+        accuracies |= {DISJOINT: [], WEIGHTED: []}
+        for penalty in PENALTIES:
+            scores_MNC = torch.stack([ridge.scores(x_ND, penalty) for ridge, x_ND in zip(ridges, test, strict=True)])
+            error_M = scores_MNC.new_tensor([ridge.left_out_error(penalty) for ridge in ridges])
+            accuracies[DISJOINT].append(accuracy(scores_MNC.sum(0)))
+            accuracies[WEIGHTED].append(accuracy((scores_MNC / error_M[:, None, None]).sum(0)))
+    return {kind: torch.stack(values) for kind, values in accuracies.items()}
 
 
 def _draw(label_N: Tensor, num_classes: int, shots: int, generator: torch.Generator) -> Tensor:
@@ -257,7 +258,7 @@ def _features(
     inference: Inference,
     indices: Sequence[int] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """(N, D) of each member of each model, and the labels; all images, or those of these numbers."""
+    """(N, D) features from each member of each model, and the labels, for all images or those with some numbers."""
     parts: list[list[Tensor]] = []
     labels = []
     for inputs, label in batches(models, images, inference, indices):
@@ -282,14 +283,14 @@ def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
 
 
 def _best_penalty(accuracy_RL: Tensor) -> int:
-    """Number of the penalty of the best mean rank over R runs; of equal ones the smallest."""
+    """Index of the penalty with the best mean rank over the runs; of equal ones the first."""
     better = (accuracy_RL.unsqueeze(2) > accuracy_RL.unsqueeze(1)).sum(2)
     equal = (accuracy_RL.unsqueeze(2) == accuracy_RL.unsqueeze(1)).sum(2)
     return int((better + equal / 2).mean(0).argmax())
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results to be read, a line for each."""
+    """The text of the results, a line for each."""
     width = max(len(result.folder) for result in results)
     lines = []
     for result in results:

@@ -1,8 +1,8 @@
-"""How good, how well calibrated and how diverse predictions are (pBE, arXiv 2110.03360, section 4, appendix B).
+"""Metrics of accuracy, calibration and diversity (pBE, arXiv 2110.03360, section 4 and appendix B).
 
-Each metric is a torchmetrics ``Metric``: ``update`` takes a batch, ``compute`` gives the value over all of them.
-Outputs are logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, which predicts the
-mean of their probabilities.
+Each one is a torchmetrics ``Metric``: ``update`` takes a batch, ``compute`` gives the value over all batches. Outputs
+are logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, which predicts the mean of
+their probabilities.
 """
 
 from itertools import combinations
@@ -19,19 +19,6 @@ try:
     from torchmetrics.utilities import dim_zero_cat
 except ModuleNotFoundError as error:
     raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
-
-__all__ = [
-    "AUROC",
-    "BrierScore",
-    "CalibrationError",
-    "CosineSimilarity",
-    "Disagreement",
-    "ErrorRate",
-    "FPRAt95",
-    "NegativeLogLikelihood",
-    "NormalizedDisagreement",
-    "PairwiseKL",
-]
 
 
 def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
@@ -88,7 +75,7 @@ class NegativeLogLikelihood(_MeanOverImages):
 
 
 class ErrorRate(_MeanOverImages):
-    """Share of images of which the label is not the most probable class."""
+    """Share of images whose label is not the most probable class."""
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         return ensemble_log_probabilities(log_p_BMC).argmax(1) != labels
@@ -131,49 +118,40 @@ class CosineSimilarity(_MeanOverPairs):
 
 
 class Disagreement(_MeanOverPairs):
-    """Whether two members find different classes most probable."""
+    """Share of images for which two members predict different classes."""
 
     def per_pair(self, log_p_BC: Tensor, log_q_BC: Tensor) -> Tensor:
         return log_p_BC.argmax(1) != log_q_BC.argmax(1)
 
 
-class NormalizedDisagreement(Metric):
+class NormalizedDisagreement(Disagreement):
     """Disagreement divided by the ensemble's error rate; 0 if both are 0, infinite if only the error is."""
 
-    full_state_update = False
+    errors: Tensor
 
     def __init__(self, from_logits: bool = True, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.disagreement = Disagreement(from_logits)
-        self.error = ErrorRate(from_logits)
+        super().__init__(from_logits, **kwargs)
+        self.add_state("errors", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
-    def update(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take in a batch of outputs (B, M, C) and their labels (B,)."""
-        self.disagreement.update(outputs, labels)
-        self.error.update(outputs, labels)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        super().reset()
-        self.disagreement.reset()
-        self.error.reset()
+    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        self.errors += (ensemble_log_probabilities(log_p_BMC).argmax(1) != labels).sum()
+        return super().per_image(log_p_BMC, labels)
 
     def compute(self) -> Tensor:
         """The quotient."""
-        disagreement = self.disagreement.compute()
-        return torch.where(disagreement == 0, disagreement, disagreement / self.error.compute())
+        return torch.where(self.total == 0, self.total, self.total / self.errors)
 
 
 def _at_most_1(probability: Tensor) -> Tensor:
-    """Rounding may bring a sum of probabilities above 1, where torchmetrics takes the whole batch for logits."""
+    """Undo rounding above 1, for which torchmetrics takes the whole batch for logits."""
     return probability.clamp(max=1)
 
 
 class CalibrationError(MulticlassCalibrationError):
     """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
 
-    A bin holds its lower bound and not its upper one, but the last: confidences of exactly 1 are in it, for which
-    torchmetrics has a bin of their own.
+    A bin holds its lower bound and not its upper one, except the last, which holds confidences of exactly 1.
+    torchmetrics has one more bin for these.
     """
 
     confidences: list[Tensor]
@@ -199,24 +177,21 @@ class CalibrationError(MulticlassCalibrationError):
 
 
 class AUROC(BinaryAUROC):
-    """Area under the ROC curve of telling images of the training distribution from others by their confidence.
-
-    ``update(confidence, is_in)``: the largest probability of each image, and 1 for the training distribution, 0 else.
-    """
+    """Area under the ROC curve for images of the training distribution and others, by their confidence."""
 
     def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        """Take in a batch."""
+        """Take in the largest probabilities (B,) of a batch, and 1 for each image of the training distribution."""
         super().update(_at_most_1(confidence), is_in)
 
 
 class FPRAt95(BinaryROC):
-    """Share of the other images that pass where 95 % of those of the training distribution do; arguments as AUROC."""
+    """False positive rate at the confidence that 95 % of the images of the training distribution reach."""
 
     def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        """Take in a batch."""
+        """Take in a batch, as :meth:`AUROC.update`."""
         super().update(_at_most_1(confidence), is_in)
 
     def compute(self) -> Tensor:  # type: ignore[override]
-        """The false positive rate at the first threshold that lets 95 % of the positives through."""
+        """The rate at the highest such threshold."""
         false_positive_rate, true_positive_rate, _ = super().compute()
         return false_positive_rate[(true_positive_rate >= 0.95).nonzero()[0, 0]]

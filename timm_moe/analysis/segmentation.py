@@ -1,7 +1,6 @@
-"""Images with a label for each pixel: read, checked against each other, brought to the size that a model takes."""
+"""Opens images with a label for each pixel, checks them, and resizes both to a model's input."""
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ..checkpoints.source import describe
-from .data import PROGRESS_INTERVAL, Inference, UnreadableImage, naming_what_fails, read_image
+from .data import Inference, UnreadableImage, read_image, reading
 
 _logger = logging.getLogger(__name__)
 
-#: Endings of files that are taken for images or masks.
+#: Endings of images and masks.
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 
 
 def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]:
-    """Each image with its mask: the files of two folders that have the same path there, but for the ending.
+    """Pair each image with its mask: files of two folders with the same path there, except for the ending.
 
     Raises:
         FileNotFoundError: if a folder is not there or has no image.
@@ -61,21 +60,21 @@ def _files(folder: Path) -> dict[Path, Path]:
 
 
 class MaskedImages(Dataset):
-    """Pairs of an image (C, H, W) and its labels (H, W), both at the size that a model takes.
+    """Pairs of an image (C, H, W) and its labels (H, W), both at the size of a model's input.
 
-    The whole image is resized, not cropped; labels are those of the nearest pixel.
+    The whole image is resized, not cropped; a label comes from the nearest pixel.
 
     Args:
         images: folder of images.
-        masks: folder of their masks, of the same names; the value of a pixel is the number of its class.
+        masks: folder of their masks, with the same names; the value of a pixel is the number of its class.
         config: of the model's input, from :func:`timm_moe.model_config.preprocessing`.
-        classes: names of the classes; by default any number is one, and is its name.
-        ignore_index: value of the pixels that have no class.
+        classes: names of the classes; by default every number is a class and its name.
+        ignore_index: value of pixels without a class.
 
     Raises:
         FileNotFoundError: as :func:`pair_files`.
         ValueError: as ``pair_files``; when a pair is read, if a file is damaged, the sizes of the two differ, a mask
-            has several channels, or a label is not one of a class.
+            has several channels, or a label has no class.
     """
 
     def __init__(
@@ -118,20 +117,15 @@ class MaskedImages(Dataset):
         return str(number) if self.classes is None else self.classes[number]
 
     def batches(self, inference: Inference) -> Iterator[tuple[Tensor, Tensor]]:
-        """All pairs in order: images (B, C, H, W) on the device, labels (B, H, W). The log tells the progress.
+        """Load all pairs in order: images (B, C, H, W) on the device, labels (B, H, W).
 
         Raises:
             ValueError: if a pair cannot be used.
         """
         _logger.info("%s: whole images and masks, resized to %s pixels.", self.root, " x ".join(map(str, self.size)))
         loader = DataLoader(self, inference.batch_size, num_workers=inference.workers)
-        done, told = 0, time.monotonic()
-        for images, labels in naming_what_fails(loader):
+        for images, labels in reading(loader, self.root, len(self), inference):
             yield images.to(inference.torch_device()), labels
-            done += len(labels)
-            if time.monotonic() - told > PROGRESS_INTERVAL:
-                told = time.monotonic()
-                _logger.info("%s: %s of %s images ...", self.root, f"{done:,}", f"{len(self):,}")
 
     def _labels(self, file: Path) -> Tensor:
         pixels = np.array(read_image(file))
@@ -151,10 +145,10 @@ class MaskedImages(Dataset):
 
 
 def read_class_names(file: str | Path) -> list[str]:
-    """Names of classes from a text file, a line for each, in the order of their numbers.
+    """Read the names of classes from a text file, a line for each, in the order of their numbers.
 
     Raises:
-        ValueError: if the file is no text, has none, or one of them twice.
+        ValueError: if the file is no text, or has no name or the same name twice.
     """
     try:
         names = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
@@ -168,7 +162,7 @@ def read_class_names(file: str | Path) -> list[str]:
 
 
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(B, P) most frequent label of each of the patches, in rows; of equally frequent ones the smallest.
+    """(B, P) most frequent label of each patch, row by row; the smallest of equally frequent labels.
 
     Args:
         labels_BHW: labels of pixels.

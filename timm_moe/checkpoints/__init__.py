@@ -1,4 +1,4 @@
-"""Reading: from whatever holds a model to the model, this package's own (source.py) and official V-MoE's (vmoe.py)."""
+"""Reading: a file or folder becomes a model (source.py), official V-MoE checkpoints too (vmoe.py)."""
 
 from . import vmoe
 

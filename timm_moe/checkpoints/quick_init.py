@@ -1,4 +1,4 @@
-"""Models whose weights a file replaces at once: drawing millions of random numbers takes most of their creation."""
+"""Fast creation of models whose weights a file replaces at once: random numbers take most of the time."""
 
 from typing import Any
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-#: Numbers that are drawn for a tensor; they are repeated as often as it takes.
+#: Numbers that are drawn for a tensor and then repeated.
 _DRAWN = 2**14
 _METHODS = (Tensor.uniform_, Tensor.normal_)
-#: Of torch.nn.init, what torch's own layers begin as.
+#: Functions of torch.nn.init that torch's own layers call.
 _INITS = (nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
 
 
 class quick_init(TorchFunctionMode):
-    """In the block, tensors are filled at random with few numbers that repeat, or with zeros.
+    """Within the block, fill tensors with a few random numbers that repeat, or with zeros.
 
-    Only for models of which every tensor is loaded afterwards. (They are filled, since an initialisation may draw until
-    it finds what it wants.)
+    Use it only if every tensor is loaded afterwards. Random numbers are needed at all because some initialisations draw
+    until the values lie in a range.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

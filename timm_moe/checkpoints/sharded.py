@@ -1,7 +1,7 @@
 """The file format of google-research/vmoe: ``PREFIX.index`` and ``PREFIX.data-00000-of-00008``, all of them msgpack.
 
-The index is a tree of names whose leaves say the shape of an array, the slices it was cut into, and the shard that
-holds each slice. A shard maps the number of an array to its slices. Arrays are numbered in the order of the index.
+The index is a tree of names. Its leaves state the shape of an array, its slices, and the shard of each slice. A shard
+maps the number of an array to its slices. Arrays are numbered in the order of the index.
 """
 
 import logging
@@ -17,11 +17,11 @@ from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
-#: Kinds of msgpack extension that stand in the files.
+#: Kinds of msgpack extension in the files.
 _NDARRAY, _SLICES, _INDEX_INFO = 1, 6, 8
 _CHUNKS_MARK = "__msgpack_array_chunk_a87ca2__"
 
-#: Of an array; each doubles the work of checking its slices. A V-MoE's have four at most.
+#: Dimensions of an array; each doubles the work of checking its slices. A V-MoE has at most four.
 _MOST_DIMENSIONS = 8
 
 #: (start, stop) in each dimension.
@@ -29,7 +29,7 @@ Slices = tuple[tuple[int, int], ...]
 
 
 class _Entry(NamedTuple):
-    """What the index says of an array; ``slices`` are those that each shard holds."""
+    """The index's entry for an array; ``slices`` are by shard."""
 
     path: str
     shape: tuple[int, ...]
@@ -41,17 +41,17 @@ class _Entry(NamedTuple):
 
 
 def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
-    """The model's arrays in a sharded checkpoint by their path, as ``Encoder/encoder_norm/scale``.
+    """Read the model's arrays of a sharded checkpoint by path, e.g. ``Encoder/encoder_norm/scale``.
 
     Of a whole training state only the part under ``params`` is read.
 
     Args:
-        prefix: what the names of the files have in common, without ``.index``.
+        prefix: common beginning of the file names, without ``.index``.
 
     Raises:
         ImportError: without msgpack.
         FileNotFoundError: if the index or a shard is missing.
-        ValueError: if a file is truncated, damaged, or does not fit the index.
+        ValueError: if a file is truncated or damaged, or does not fit the index.
     """
     prefix = str(prefix).removesuffix(".index")
     if prefix.startswith("gs://"):
@@ -70,7 +70,7 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     shard_files = _shard_files(prefix, shard_count)
     in_params = any(entry.path.startswith("params/") for entry in entries)
     wanted = {n: entry for n, entry in enumerate(entries) if entry.path.startswith("params/") or not in_params}
-    for shard, file in enumerate(shard_files):  # before room is made for what an index may only claim
+    for shard, file in enumerate(shard_files):  # before memory is allocated for sizes that may be false
         if sum(entry.bytes_in(shard) for entry in wanted.values()) > file.stat().st_size:
             raise ValueError(f"{file} is truncated, or belongs to another index.")
     arrays = {number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()}
@@ -113,11 +113,11 @@ def _entry(path: str, leaf: Any, shard_count: int) -> _Entry:
 
 
 def tile(parts: Iterable[Slices], shape: Iterable[int]) -> bool:
-    """Whether slices cover an array of a shape, each of its elements once.
+    """Tell whether slices cover each element of an array of this shape exactly once.
 
-    A box is a sum of orthants, one from each of its corners, with the sign of an even or odd number of upper bounds.
-    Orthants from different points are linearly independent. So boxes add up to the array exactly if, corner by corner,
-    their signs add up to the array's: none need be compared with another.
+    A box is a signed sum of orthants, one from each of its corners; an odd number of upper bounds makes the sign
+    negative. Orthants from different points are linearly independent. So boxes tile the array if and only if, corner by
+    corner, their signs add up to the array's. No box is compared with another.
     """
     whole = tuple((0, size) for size in shape)
     if len(whole) > _MOST_DIMENSIONS:
@@ -141,7 +141,7 @@ def _volume(part: Slices) -> int:
 
 
 def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor], total: int) -> None:
-    """Copy what a shard holds of the arrays, which are some of the index's in total, into them."""
+    """Copy a shard's slices into the arrays; ``total`` counts all arrays of the index."""
     content = _unpack(file)
     try:
         if content.pop(_CHUNKS_MARK) is not True:
@@ -171,7 +171,7 @@ def _vector(chunk: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _slices(part: Any) -> Slices:
-    """Bounds of a slice in each dimension; each is packed once more, as [start, stop, step]."""
+    """Return the bounds of a slice in each dimension; each is packed again, as [start, stop, step]."""
     packed = _unpackb(part) if isinstance(part, bytes) else part
     bounds = [_unpackb(bound) for bound in packed]
     if any(step not in (None, 1) for _, _, step in bounds):

@@ -1,11 +1,12 @@
-"""After training: from whatever holds an expert model to the model in memory."""
+"""Loading: a file, folder or repository becomes a model in memory."""
 
 import argparse
 import copy
 import logging
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,27 +34,27 @@ from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
 
-#: What a folder of timm's may call its weights, the first of which is taken; the first two are the Hub's.
+#: Names of the weights in a folder in timm's layout, in order of preference; the first two are the Hub's.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
-#: What train.py writes to its folder, the best checkpoint first.
+#: Names of train.py's checkpoints, the best first.
 _CHECKPOINTS = ("model_best.pth.tar", "last.pth.tar", "tmp.pth.tar")
-#: What other frameworks put before the names of a model's weights.
+#: Prefixes that other frameworks put before the names of a model's weights.
 _WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model", "_orig_mod")
 _DEFAULT = "timm's default"
-#: What a guess of the preprocessing would get wrong.
+#: Preprocessing that a guess would get wrong.
 _GUESSED = ("mean", "std", "crop_pct", "interpolation")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the user states of the model of a file; it goes before what the file says.
+    """The user's statements about a model; they override the file's.
 
     Attributes:
         name: registered model name, or ``local-dir:`` or ``hf-hub:`` name of a folder whose config.json describes the
-            model; for files that hold weights alone, or were trained from such a folder.
+            model; for files that hold only weights, or were trained from such a folder.
         num_classes: size of the classifier.
         kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
-        preprocessing: how images are prepared for it.
+        preprocessing: preparation of the images.
     """
 
     name: str | None = None
@@ -62,32 +63,32 @@ class ModelSpec:
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
 
     def args(self) -> dict[str, Any]:
-        """The arguments of ``timm.create_model`` that are stated."""
+        """Return the arguments of ``timm.create_model`` that are stated."""
         return {**({} if self.num_classes is None else {"num_classes": self.num_classes}), **self.kwargs}
 
 
 def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
-    """The model that a source holds, with the preprocessing it was trained with in its config.
+    """Load the model of a source, with the preprocessing of its training in its config.
 
-    A file is loaded as it is or not at all: every tensor of the model is in it, and none is left over (but that a dense
-    network's weights become those of each expert, of which the log tells). What it states leads to no other file and to
-    no request, see :mod:`timm_moe.checkpoints.stated`.
+    The weights must match the model exactly, with no tensor missing or left over; only a dense network's weights may
+    become every expert's, which is logged. A file's statements never lead to another file or to a request, see
+    :mod:`timm_moe.checkpoints.stated`.
 
     Args:
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and weights, as path or
             ``local-dir:`` name; or an ``hf-hub:`` name.
-        spec: what the user states of it.
-        use_ema: take the EMA weights of a train.py checkpoint; of anything else, what there is, with a warning.
+        spec: the user's statements about it.
+        use_ema: take the EMA weights of a train.py checkpoint; other sources have one kind of weights, with a warning.
 
     Raises:
-        FileNotFoundError: if there is nothing by that name.
-        ValueError: if the file is damaged, needs code to be read, does not say its model, states more than it may, has
-            no EMA weights when asked for them, or does not fit its model; or if the model takes no images as stated.
+        FileNotFoundError: if the source does not exist.
+        ValueError: if the file is damaged, runs code when it is read, does not name its model, states more than it may,
+            lacks the requested EMA weights, or does not fit its model; or if the model cannot take images as stated.
     """
     spec = spec or ModelSpec()
     if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
-        told = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
-        _logger.warning(f"{told} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
+        name = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
+        _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
     if isinstance(source, nn.Module):
         return _with_preprocessing(source, spec.preprocessing)
     path = Path(str(source).removeprefix("local-dir:"))
@@ -103,7 +104,7 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
 
 
 def _with_preprocessing(model: nn.Module, stated: Preprocessing) -> nn.Module:
-    """The model, or where something is stated a copy of it with the same weights and another config."""
+    """Return the model, or if preprocessing is stated a copy with the same weights and another config."""
     if not stated.stated():
         return model
     model = copy.copy(unwrapped(model))
@@ -117,14 +118,12 @@ def _with_preprocessing(model: nn.Module, stated: Preprocessing) -> nn.Module:
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     _require_checksums(path)
-    train_args = _training_args(checkpoint)
     state_dict = _state_dict(checkpoint, path, use_ema)
+    train_args = _training_args(checkpoint)
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
-    try:
+    with _train_args_of(path):
         stated = {name: value for name, value in _model_args(train_args).items() if name not in spec.args()}
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
     check_arguments(blueprint.architecture, stated, path)
     args = {**stated, **spec.args()}
     _require_possible(args, path.stat().st_size, path)
@@ -134,7 +133,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     except Exception as error:  # arguments may end in anything
         raise _not_created(name, error) from error
     state_dict = _unwrapped(state_dict, model, path)
-    if not model.state_dict().keys() <= state_dict.keys():  # what a dense checkpoint lacks, as routers, stays as drawn
+    if not model.state_dict().keys() <= state_dict.keys():  # a dense checkpoint has no routers: they stay as drawn
         model = _create(blueprint, args)
     try:
         model.load_state_dict(state_dict)
@@ -142,25 +141,28 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(error)}") from error
     _warn_of_untrained_routers(model, state_dict, path, name)
     origins = dict.fromkeys(preprocessing(model), f"the config of {name}")
-    try:
+    with _train_args_of(path):
         origins |= dict.fromkeys(state_preprocessing(model, train_args), "train.py's arguments")
-    except Exception as error:
-        raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
     _prepare(model, spec, origins, str(path))
     if not train_args and blueprint == Blueprint(name) and "." not in name:
         _warn_of_guess(path, name, [key for key in _GUESSED if origins[key] != "stated"])
-    _forget_class_names(model)
+    # Class names may belong to the folder or repository that training started from.
+    cfg = get_pretrained_cfg(model)
+    set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
     return model
 
 
-def _forget_class_names(model: nn.Module) -> None:
-    """Take away those of the folder or repository that training began from: the checkpoint's may be others."""
-    names = ("label_names", "label_descriptions")
-    set_pretrained_cfg(model, {key: value for key, value in get_pretrained_cfg(model).items() if key not in names})
+@contextmanager
+def _train_args_of(path: Path) -> Iterator[None]:
+    """Name the file if its arguments of train.py cannot be used."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
 
 
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:
-    """The model that a checkpoint names; it must be one that timm creates without looking elsewhere."""
+    """Return the model that a checkpoint names; it must be one that timm creates without looking elsewhere."""
     name = train_args.get("model")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
@@ -174,7 +176,7 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
 
 
 def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
-    """What describes a model of a name that the user states or that is registered."""
+    """Describe the model of a name: a registered one, or a folder's or repository's that the user states."""
     if name.startswith(SOURCE_PREFIXES):
         folder = _described_in(name)
         try:
@@ -204,12 +206,12 @@ def _warn_of_guess(source: Path | str, architecture: str, guessed: Sequence[str]
 
 
 def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """The model's weights where another framework keeps them as a part of its own, as Lightning's ``model.``."""
+    """Return the model's weights if another framework holds them as a part of its own, e.g. Lightning's ``model.``."""
     own = {name.partition(".")[0] for name in model.state_dict()}
     parts = {}
     for prefix in (f"{wrapper}." for wrapper in _WRAPPERS if wrapper not in own):
         part = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        parts[prefix] = clean_state_dict(part)  # it may have been compiled
+        parts[prefix] = clean_state_dict(part)  # the model may have been compiled
     found = [prefix for prefix, part in parts.items() if own <= {name.partition(".")[0] for name in part}]
     if not found:
         return state_dict
@@ -248,7 +250,7 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
 
 
 def _load_exactly(model: nn.Module, state_dict: dict[str, Tensor], held: int) -> None:
-    """Load weights none of which is missing, changed to fit, or, of the number that the file holds, left over."""
+    """Load weights if they match the model exactly: none missing, reshaped, or left over of the ``held`` tensors."""
     own = model.state_dict()
     for name, tensor in own.items():
         if name not in state_dict:
@@ -265,7 +267,7 @@ def _load_exactly(model: nn.Module, state_dict: dict[str, Tensor], held: int) ->
 
 
 def _described_in(name: str) -> Path:
-    """The folder of a ``local-dir:`` name, or the one to which a repository's config.json was fetched."""
+    """Return the folder of a ``local-dir:`` name, or the folder to which a repository's config.json was fetched."""
     if name.startswith("hf-hub:"):
         try:
             return _fetch(name, "config.json").parent
@@ -294,7 +296,7 @@ def _weights_file(name: str) -> Path:
         for file in _WEIGHTS[:2]:
             try:
                 return _fetch(name, file)
-            except LocalEntryNotFoundError:  # of the Hub that cannot be asked
+            except LocalEntryNotFoundError:  # the Hub cannot be reached
                 raise
             except EntryNotFoundError:
                 continue
@@ -308,22 +310,21 @@ def _weights_file(name: str) -> Path:
 
 
 def _fetch(name: str, file: str) -> Path:
-    """A file of a repository that the user named, from the Hub or from what was fetched before."""
+    """Fetch a file of a repository that the user named, from the Hub or from the cache."""
     repo_id, _, revision = name.removeprefix("hf-hub:").partition("@")
     return Path(hf_hub_download(repo_id, file, revision=revision or None))
 
 
-# --- for all of them
+# --- steps of both
 
 
 def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
-    """A model without its weights: of what is described, and of arguments that go before it."""
-    described = {
-        "num_classes": (blueprint.pretrained_cfg or {}).get("num_classes")
-    }  # 0 too, for which ViMoE takes 1000
-    given = {option: value for option, value in {**described, **blueprint.args, **args}.items() if value is not None}
+    """Create a model without its weights; ``args`` override the blueprint's."""
+    classes = (blueprint.pretrained_cfg or {}).get("num_classes")  # stated even if 0, for which ViMoE takes 1000
+    given = {"num_classes": classes, **blueprint.args, **args}
+    given = {option: value for option, value in given.items() if value is not None}
     model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
-    if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not keep them
+    if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not set them
         model._model_args = given  # type: ignore[assignment]
     return model
 
@@ -334,14 +335,14 @@ def _not_created(name: str, error: Exception) -> ValueError:
 
 
 def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], name: str) -> None:
-    """Write the preprocessing that is stated to the model's config, and tell what holds; completes ``origins``."""
+    """Write the user's preprocessing to the model's config and log all of it; adds to ``origins``."""
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing.stated()), "stated")
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
-    told = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
-    _logger.info(f"Images for {name}: {told}.")
+    shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
+    _logger.info(f"Images for {name}: {shown_entries}.")
 
 
 def _training_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +351,7 @@ def _training_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
-    """Raise ValueError if an argument exceeds the bytes of all weights, before room is made for what it states."""
+    """Raise ValueError if an argument exceeds the bytes of all weights, before memory is allocated for it."""
     for name, value in args.items():
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, (int, float)) and number > size:
@@ -358,13 +359,13 @@ def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
 
 
 def first_problem(error: Exception) -> str:
-    """The first thing that a load_state_dict complains about, where it lists many."""
+    """Return the first problem that a load_state_dict lists, or the error itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
 
 
 def describe(error: Exception) -> str:
-    """An error in one line of bounded length; its class where it says nothing, or says only a key."""
+    """Describe an error in one line of bounded length, with its class if the text is empty or only a key."""
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()
@@ -372,7 +373,7 @@ def describe(error: Exception) -> str:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The dictionary in a checkpoint file, read without running code of the file.
+    """Read the dictionary in a checkpoint file without running code of the file.
 
     Raises:
         ValueError: if the file is damaged, is no checkpoint, or needs code.
@@ -393,7 +394,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path} runs code when it is read ({', '.join(needed)}), which is refused.") from error
         raise ValueError(f"{damaged}.") from error
     except Exception as error:  # a file that is no checkpoint may end in anything
-        if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
+        if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
             raise
         raise ValueError(f"{damaged}.") from error
     if not isinstance(checkpoint, dict):
@@ -402,9 +403,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _require_checksums(path: Path) -> None:
-    """Raise ValueError if what a zip file holds does not match its checksums, at which torch.load does not look.
+    """Raise ValueError if a zip file does not match its checksums, which torch.load ignores.
 
-    Where all of them are 0, torch.save was told to write none.
+    All of them are 0 if torch.save was set to write none.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -412,7 +413,7 @@ def _require_checksums(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             checked = any(record.CRC for record in archive.infolist())
             damaged = archive.testzip() if checked else None
-    except Exception as error:  # whatever a damaged directory of a zip file raises
+    except Exception as error:  # a damaged directory of a zip file may raise anything
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if damaged is not None:
         raise ValueError(f"{path} is damaged: {damaged} in it does not match its checksum.")
@@ -421,7 +422,7 @@ def _require_checksums(path: Path) -> None:
 def _globals_needed(path: Path) -> list[str]:
     try:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # whatever a damaged pickle raises
+    except Exception:  # a damaged pickle may raise anything
         return []
     return [name for name in needed if name != "argparse.Namespace"]
 
@@ -441,7 +442,7 @@ def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[s
 
 
 def _model_args(train_args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which train.py created its model, without those that only matter in training."""
+    """Return the arguments with which train.py created its model, except those that only matter in training."""
     input_size = train_args.get("input_size")
     return {
         "num_classes": train_args.get("num_classes"),

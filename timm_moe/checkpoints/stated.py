@@ -1,8 +1,8 @@
-"""What a file may state of its model: a registered architecture, and plain values for its constructor.
+"""Limits on what a file may state about its model: a registered architecture, and plain values for its constructor.
 
-A checkpoint or config.json may be anybody's, and timm's factory takes more than an architecture needs: where to fetch
-weights and where to keep them, further files to read, functions and classes. Nothing of that is taken from a file, so
-none leads to another file or to the network; what the user states is not restricted.
+A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture needs: where to
+fetch weights and where to keep them, further files to read, functions and classes. None of that is taken from a file,
+so no file leads to another file or to the network. What the user states is not restricted.
 """
 
 import functools
@@ -17,16 +17,16 @@ from typing import Any
 from timm.models import PretrainedCfg, model_entrypoint
 from torch import nn
 
-from ..convert.routers import moe_options
+from ..convert.registry import moe_options
 from ..info import check_registered
 from ..model_config import check_channels, check_preprocessing, shown
 from ..models.mixin import constructor_arguments
 
-#: Sources of models as their names state them.
+#: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
-#: Options that entrypoints of this package take from the arguments before they build.
+#: Options that entrypoints of this package handle themselves.
 _ENTRYPOINT_OPTIONS = ("official_compat",)
-#: Arguments of constructors that are no architecture: they lead to files, functions, classes and devices.
+#: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
 _NO_ARCHITECTURE = ("self", "cfg", "cache_dir", "url", "file", "state_dict", "features_only", "device", "dtype")
 _NO_ARCHITECTURE_BEGIN, _NO_ARCHITECTURE_END = ("pretrained", "checkpoint"), ("_fn", "_cls", "_cfg", "_path", "_file")
 #: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
@@ -35,18 +35,18 @@ _SOURCES = (
     *("architecture", "custom_load", "label_offset"),
 )
 _ENTRIES = frozenset(entry.name for entry in fields(PretrainedCfg)) - set(_SOURCES)
-#: Characters of a word and of a description, and members of a list, that a file may state.
+#: Longest word (characters), description (characters) and list (members) that a file may state.
 _LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a model is created from.
+    """The architecture and arguments of a model.
 
     Attributes:
         architecture: registered name, perhaps with a tag.
         args: for its constructor.
-        pretrained_cfg: what timm is to know about the weights; by default what is registered.
+        pretrained_cfg: timm's config of the weights; by default the registered one.
     """
 
     architecture: str
@@ -55,14 +55,10 @@ class Blueprint:
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
-    """What a ``config.json`` in timm's layout states.
-
-    Args:
-        file: config.json.
-        overridden: arguments that the user states instead.
+    """Read a ``config.json`` in timm's layout, without the arguments that the user overrides.
 
     Raises:
-        ValueError: if it is damaged, states no registered architecture, or more than a file may state.
+        ValueError: if it is damaged, states no registered architecture, or states more than a file may.
     """
     config = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
@@ -100,7 +96,7 @@ def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str
 
 
 def _is_labels(value: Any) -> bool:
-    """Whether these are names of classes, in order or by number, or descriptions by name."""
+    """Tell whether a value holds class names, in order or by number, or descriptions by name."""
     labels = value.values() if isinstance(value, dict) else value
     return isinstance(value, (dict, list)) and all(isinstance(label, str) for label in labels)
 
@@ -121,9 +117,8 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
 
 
 def _is_plain(value: Any, longest: int) -> bool:
-    if isinstance(value, (list, tuple)):
-        return len(value) <= _LONGEST_LIST and all(_is_scalar(part, longest) for part in value)
-    return _is_scalar(value, longest)
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return len(parts) <= _LONGEST_LIST and all(_is_scalar(part, longest) for part in parts)
 
 
 def _is_scalar(value: Any, longest: int) -> bool:
@@ -133,10 +128,10 @@ def _is_scalar(value: Any, longest: int) -> bool:
 
 
 def architecture_arguments(architecture: str) -> frozenset[str]:
-    """Names of the arguments that describe a registered model: its options here, and those of timm's classes.
+    """Return the names of the arguments that describe a registered model.
 
-    The classes are those that the module of its entrypoint knows, models of a number of classes and their configs. They
-    may be more than the one that will be built, whose constructor refuses what it does not take.
+    They are this package's options and the constructor arguments of the model and config classes in the module of its
+    entrypoint. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
     return frozenset(filter(_is_architecture, names))
@@ -145,16 +140,14 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
 @functools.cache
 def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
     module = sys.modules[entrypoint_module]
-    known = [*vars(module).values(), *vars(getattr(module, "stock_module", module)).values()]
-    return frozenset().union(*(_arguments(value) for value in known if isinstance(value, type)))
-
-
-def _arguments(known_class: type) -> set[str]:
-    """Of the constructors of a model, or of a dataclass, as which some families of timm keep their options."""
-    if not issubclass(known_class, nn.Module) and not is_dataclass(known_class):
-        return set()
-    names = set(constructor_arguments(known_class))
-    return names if "num_classes" in names or is_dataclass(known_class) else set()
+    names: set[str] = set()
+    for known in (*vars(module).values(), *vars(getattr(module, "stock_module", module)).values()):
+        if not isinstance(known, type) or not (issubclass(known, nn.Module) or is_dataclass(known)):
+            continue
+        arguments = constructor_arguments(known)
+        if "num_classes" in arguments or is_dataclass(known):  # a model, or the options of one
+            names |= arguments
+    return frozenset(names)
 
 
 def _is_architecture(name: str) -> bool:

@@ -17,34 +17,35 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
+from ..models.registration import vit_args
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
 
-#: Registered models by patch size, width, blocks, attention heads and hidden width.
-_NAMES = {
-    (32, 512, 8, 8, 2048): "vmoe_s32",
-    (32, 768, 12, 12, 3072): "vmoe_b32",
-    (16, 768, 12, 12, 3072): "vmoe_b16",
-    (32, 1024, 24, 16, 4096): "vmoe_l32",
-    (16, 1024, 24, 16, 4096): "vmoe_l16",
-    (14, 1280, 32, 16, 5120): "vmoe_h14",
+#: Registered models with their sizes; all have a hidden width of 4 D.
+_MODELS = {
+    "vmoe_s32": vit_args("vmoe_small", 32),
+    "vmoe_b32": vit_args("base", 32),
+    "vmoe_b16": vit_args("base", 16),
+    "vmoe_l32": vit_args("large", 32),
+    "vmoe_l16": vit_args("large", 16),
+    "vmoe_h14": vit_args("huge", 14),
 }
 
 
 class Source(NamedTuple):
-    """Where a tensor comes from: paths in the flax tree, and what makes one tensor of their arrays."""
+    """The origin of a tensor: paths in the flax tree, and the function that makes one tensor of their arrays."""
 
     paths: tuple[str, ...]
     convert: Callable[..., Tensor]
 
 
 class ImportedModel(NamedTuple):
-    """What an imported checkpoint is loaded with.
+    """The model of an imported checkpoint.
 
     Attributes:
         name: registered model name.
-        kwargs: arguments of ``timm.create_model`` beside it.
+        kwargs: further arguments of ``timm.create_model``.
         parameters: number of parameters.
     """
 
@@ -54,9 +55,9 @@ class ImportedModel(NamedTuple):
 
 
 def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict of a ``vmoe_*`` model from the parameters of a flax ``VisionTransformerMoe``.
+    """Convert the parameters of a flax ``VisionTransformerMoe`` to the state dict of a ``vmoe_*`` model.
 
-    Those of a flax ``VisionTransformerMoeEnsemble`` are a ``vmoe_pbe_*`` model's.
+    Parameters of a flax ``VisionTransformerMoeEnsemble`` become a ``vmoe_pbe_*`` model's.
 
     Args:
         params: flat mapping from path (``Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel``) to array (numpy, JAX or
@@ -88,9 +89,9 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Registered name and ``timm.create_model`` arguments of the model that flax parameters belong to.
+    """Return the registered name and the ``timm.create_model`` arguments of the model of flax parameters.
 
-    What does not show in the parameters is left at the model's defaults: K, capacities, losses.
+    K, capacities and losses do not show in the parameters and keep the model's defaults.
 
     Args:
         params: as for :func:`state_dict_from_flax`.
@@ -111,11 +112,12 @@ def _model_from_shapes(shapes: dict[str, tuple[int, ...]]) -> tuple[str, dict[st
     depth = len(_blocks(shapes))
     (num_heads,) = {shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")}
     img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
-    name = _NAMES.get((patch_size, dim, depth, num_heads, hidden))
+    size = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads)
+    name = next((name for name, args in _MODELS.items() if args == size and hidden == 4 * dim), None)
     (router,) = {shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")}
     kwargs: dict[str, Any] = {"ensemble_size": router[1]} if len(router) == 3 else {}
     if name is None:
-        kwargs |= dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads, mlp_ratio=hidden / dim)
+        kwargs |= {**size, "mlp_ratio": hidden / dim}
     if img_size != 224:
         kwargs["img_size"] = img_size
     if in_chans != 3:
@@ -133,13 +135,13 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
     """Write an official checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
 
     Args:
-        prefix: what the names of its ``.index`` and ``.data-…`` files have in common.
+        prefix: common beginning of the names of its ``.index`` and ``.data-…`` files.
         output: file to write, ending in ``.safetensors``; missing parents are made.
         overwrite: replace a file that exists.
 
     Raises:
         OSError: if a file is missing, exists already, or cannot be written.
-        ValueError: if the checkpoint is damaged, no V-MoE or not finite; nothing is written then.
+        ValueError: if the checkpoint is damaged, is no V-MoE or is not finite; then nothing is written.
     """
     output = Path(output)
     if output.suffix != ".safetensors":
@@ -152,7 +154,7 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
     state_dict = state_dict_from_flax(params)
     name, kwargs = model_from_flax(params)
     with written_whole(output) as partial:
-        check_writable(output, overwrite)  # another process may have been there since
+        check_writable(output, overwrite)  # another process may have written it meanwhile
         save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
@@ -176,7 +178,7 @@ def _moe_blocks(paths: Iterable[str]) -> set[int]:
 
 
 def _sources(params: Mapping[str, Tensor]) -> dict[str, Source]:
-    """Every tensor of the model that the arrays belong to, by its name in timm."""
+    """List the origin of every tensor of the model by its name in timm."""
     sources = {
         "cls_token": Source(("cls",), _same),
         "pos_embed": Source(("Encoder/posembed_input/pos_embedding",), _same),
@@ -216,10 +218,8 @@ def _norm(name: str, path: str) -> dict[str, Source]:
 
 
 def _linear(name: str, path: str) -> dict[str, Source]:
-    return {
-        f"{name}.weight": Source((f"{path}/kernel",), _transposed),
-        f"{name}.bias": Source((f"{path}/bias",), _same),
-    }
+    weight, bias = Source((f"{path}/kernel",), _transposed), Source((f"{path}/bias",), _same)
+    return {f"{name}.weight": weight, f"{name}.bias": bias}
 
 
 def _same(array: Tensor) -> Tensor:
@@ -227,22 +227,22 @@ def _same(array: Tensor) -> Tensor:
 
 
 def _transposed(kernel: Tensor) -> Tensor:
-    """(..., in, out) -> (..., out, in)."""
+    """Transpose (..., in, out) to (..., out, in)."""
     return kernel.mT
 
 
 def _router_weight(kernel: Tensor) -> Tensor:
-    """(D, E), or (D, M, E/M) of an ensemble -> (E, D)."""
+    """Reshape (D, E), or an ensemble's (D, M, E/M), to (E, D)."""
     return kernel.flatten(1).mT
 
 
 def _qkv_weight(*kernels: Tensor) -> Tensor:
-    """Three of (D, h, d) -> (3hd, D)."""
+    """Join three weights (D, h, d) to (3hd, D)."""
     return torch.cat([kernel.flatten(1, 2).mT for kernel in kernels])
 
 
 def _qkv_bias(*biases: Tensor) -> Tensor:
-    """Three of (h, d) -> (3hd,)."""
+    """Join three biases (h, d) to (3hd,)."""
     return torch.cat([bias.flatten() for bias in biases])
 
 
@@ -252,7 +252,7 @@ def _tensor(array: Any) -> Tensor:
     if isinstance(array, Mapping):
         raise ValueError("The parameters must be a flat mapping: join the names of nested ones by /.")
     array = np.asarray(array)
-    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not take
+    if array.dtype.name == "bfloat16":  # ml_dtypes' type, which torch does not take
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(array))  # a copy: JAX's arrays cannot be written to
 

@@ -4,7 +4,7 @@ from .blocks import expert_parameters, moe_layers
 from .convert import convert_to_moe
 from .dense import to_dense
 from .find import ffn_paths
-from .routers import RouterSpec, register_router
+from .registry import RouterSpec, register_router
 
 __all__ = [
     "RouterSpec",

@@ -1,4 +1,4 @@
-"""Which blocks of a model are meant, their expert layers, and how these are put in and taken out."""
+"""The blocks of a model that a placement rule selects, and the expert layers in them."""
 
 import copy
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int]:
-    """Block numbers for a placement rule (see :func:`convert_to_moe`) in a model of ``depth`` blocks.
+    """Return the block numbers of a placement rule (see :func:`convert_to_moe`) in a model of ``depth`` blocks.
 
     Raises:
         ValueError: if the rule is unknown or asks for blocks that the model does not have.
@@ -44,35 +44,29 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
 
 
 def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
-    choices = {"every": range(number - 1, depth, max(number, 1)), "last": range(1, depth, 2), "tail": range(depth)}
-    blocks = choices[rule]
-    if rule == "every":
-        available, enough = depth, 1 <= number <= depth
-    else:
-        available, enough = len(blocks), 1 <= number <= len(blocks)
-        blocks = blocks[-number:]
-    if not enough:
+    blocks = range(1, depth, 2) if rule == "last" else range(depth)
+    if not 1 <= number <= len(blocks):
         kind = "odd-numbered blocks" if rule == "last" else "blocks"
         raise ValueError(
-            f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {available}, the number of {kind} "
+            f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {len(blocks)}, the number of {kind} "
             "with an Mlp."
         )
-    return list(blocks)
+    return list(blocks[number - 1 :: number] if rule == "every" else blocks[-number:])
 
 
-def sharing(layer: MoeMlp) -> tuple[float, str]:
+def share_rate_and_schedule(layer: MoeMlp) -> tuple[float, str]:
     """Share rate and schedule of a layer's experts, as conversion noted them; else its kind's."""
     rate, schedule = (0.3, "linear") if isinstance(layer, EwaMlp) else (0.0, "early")
     return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)
 
 
-#: What stands around a model and has it as its ``module``.
+#: Wrappers that hold a model as their ``module``.
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, AveragedModel, ModelEmaV2, ModelEmaV3)
 _WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """A model without what is around it: DDP, torch.compile, EMA. (timm takes any part called ``module`` for it.)"""
+    """Return a model without its wrappers: DDP, torch.compile, EMA."""
     if isinstance(model, ModelEma):
         return unwrapped(model.ema)
     if isinstance(model, _WRAPPERS) or type(model).__name__ in _WRAPPERS_BY_NAME:
@@ -81,12 +75,12 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
-    """The expert layers of a model by name, in order: ``{"blocks.1.mlp": MoeMlp, ...}``."""
+    """Find the expert layers of a model by name, in order: ``{"blocks.1.mlp": MoeMlp, ...}``."""
     return {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, MoeMlp)}
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The experts' parameters, (E, ...), by the names that the model, however wrapped, has for them."""
+    """Find the experts' parameters, (E, ...), by their names in the model, which may be wrapped."""
     experts = {
         id(stacked)
         for layer in model.modules()
@@ -97,16 +91,17 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
-    """The stacked tensors of a layer by their dense names, each of them (E, ...).
+    """Return the stacked tensors of a layer, (E, ...), by their dense names.
 
     Raises:
-        ValueError: if a wrapper holds them in another form, as FSDP1 does.
+        ValueError: if a wrapper such as FSDP1 holds them in another form.
     """
     experts: dict[str, Tensor] = {name: attrgetter(name)(layer) for name in layer.stacked_shapes}
     for name, shape in layer.stacked_shapes.items():
         stacked = experts[name]
-        # Such a wrapper may take the parameters out of their module altogether.
-        taken = not isinstance(stacked, nn.Parameter) and not _has_parameters(layer, name)
+        # FSDP1 may leave no parameter in the module.
+        owner = layer.get_submodule(name.rpartition(".")[0])
+        taken = not isinstance(stacked, nn.Parameter) and next(owner.parameters(), None) is None
         if stacked.shape != shape or taken:
             raise ValueError(
                 f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since a wrapper holds "
@@ -117,40 +112,28 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     return experts
 
 
-def _has_parameters(layer: MoeMlp, name: str) -> bool:
-    """Whether the module that a parameter of this name belongs to has any."""
-    return next(layer.get_submodule(name.rpartition(".")[0]).parameters(), None) is not None
-
-
 def put_experts(model: nn.Module, path: str, network: nn.Module, layer: MoeMlp) -> None:
-    """Put an expert layer in the place of a network."""
+    """Replace a network by an expert layer, in every block that shares it."""
     if isinstance(network, SplitFfn):
-        network.make_room(model, model.get_submodule(path.rpartition(".")[0]), layer)
+        network.install(model, model.get_submodule(path.rpartition(".")[0]), layer)
     else:
-        _replace_module(model, network, layer)
+        _replace(model, network, layer)
 
 
 def put_network(model: nn.Module, path: str, layer: MoeMlp, network: nn.Module) -> None:
-    """Put a network in the place of an expert layer."""
+    """Replace an expert layer by a network, in every block that shares it."""
     if isinstance(network, SplitFfn):
-        network.put_back(model, model.get_submodule(path.rpartition(".")[0]))
+        network.restore(model, model.get_submodule(path.rpartition(".")[0]))
     else:
-        _replace_module(model, layer, network)
+        _replace(model, layer, network)
 
 
-def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, in every block that shares it."""
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is old]:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new)
 
 
-def copy_sharing_tensors(model: ModelT, instead: dict[int, Any] | None = None) -> ModelT:
-    """A copy with the very parameters and buffers of the model.
-
-    Args:
-        model: any module.
-        instead: by the id of a module in it, what the copy has in its place.
-    """
-    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, {**memo, **(instead or {})})
+def copy_sharing_tensors(model: ModelT) -> ModelT:
+    """Copy a module, but not its parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

@@ -1,4 +1,4 @@
-"""Whether a network can become experts: it must map every row by itself, as is seen from a few rows."""
+"""Check on a few rows that a network treats each row independently, so that it can become experts."""
 
 import contextlib
 import copy
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from ..layers import MoeMlp
 from .split import ResidualFfn, SplitFfn
 
-#: timm's feed-forward networks, which are known to map every row by itself; older versions of timm have fewer.
+#: timm's feed-forward networks, which are known to treat rows independently; older versions of timm have fewer.
 FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
 with contextlib.suppress(ImportError):
     from timm.models.gemma4_vit import Gemma4GatedMlp
 
     FFN_CLASSES += (Gemma4GatedMlp,)
 
-#: Largest difference between a row's outputs in two batches, relative to the largest output: that of float32.
+#: Largest difference between a row's outputs in two batches, relative to the largest output: float32 rounding.
 TOLERANCE = 1e-4
 
 
 def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
-    """Raise ValueError unless a network, which is called by this name in a model, can become experts."""
+    """Raise ValueError, with the network's name in the model, unless the network can become experts."""
     reason = _first_reason(model, network)
     if reason:
         parts = " with ".join(network._modules) if isinstance(network, SplitFfn) else f"a {type(network).__name__}"
@@ -33,13 +33,22 @@ def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
 
 
 def row_width(network: nn.Module) -> int:
-    """D, the width of the rows that a network takes: the inputs of that of its linear layers which comes first."""
+    """Return D, the width of the rows that a network takes: the input width of its first linear layer."""
     widths = dict.fromkeys(module.in_features for module in network.modules() if isinstance(module, nn.Linear))
     if type(network) in FFN_CLASSES:
         return next(iter(widths))
+    # A foreign network may name its layers in any order: try the widths on the meta device.
     memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()}
-    probe = copy.deepcopy(network, memo).eval()  # without weights, for the shapes alone
+    probe = copy.deepcopy(network, memo).eval()
     return next((width for width in widths if _accepts(probe, width)), next(iter(widths)))
+
+
+def _accepts(probe: nn.Module, width: int) -> bool:
+    try:
+        probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))
+    except Exception:  # a foreign network may raise anything
+        return False
+    return True
 
 
 def _first_reason(model: nn.Module, network: nn.Module) -> str | None:
@@ -52,14 +61,14 @@ def _first_reason(model: nn.Module, network: nn.Module) -> str | None:
         return "it has no parameters"
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
-    other = next(_other_names(model, network), None)
+    other = next(_further_names(model, network), None)
     if other is not None:
         return f"it is used twice, since its weights are also called {other}"
     return _mixing(network)
 
 
-def _other_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
-    """Names of its parameters in the model beyond the first of each."""
+def _further_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
+    """Yield the names, after the first, of each of the network's parameters in the model."""
     own, seen = {id(parameter) for parameter in network.parameters()}, set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and id(parameter) in seen:
@@ -69,19 +78,19 @@ def _other_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
 
 @torch.no_grad()
 def _mixing(network: nn.Module) -> str | None:
-    """What is wrong with the outputs of a few rows, in eval mode, with the weights as they are and with random ones.
+    """Run a few rows in eval mode, with the network's weights and with random ones; return what is wrong.
 
-    What begins at zero, or near it, tells nothing as it is.
+    Weights at or near zero would hide that rows mix.
     """
     width, generator = row_width(network), torch.Generator().manual_seed(0)
     probe = copy.deepcopy(network).eval()
+    reason = None
     if next(probe.parameters()).is_meta:
         probe = probe.to_empty(device="cpu")
     else:
-        probe = probe.float()  # what is left of a difference there is no rounding
-        reason = _mixing_of(probe, width, generator)
-        if reason:
-            return reason
+        reason = _mixing_of(probe.float(), width, generator)
+    if reason:
+        return reason
     for weight in probe.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
     return _mixing_of(probe.float(), width, generator)
@@ -105,25 +114,12 @@ def _mixing_of(probe: nn.Module, width: int, generator: torch.Generator) -> str 
             return "it mixes rows, so what it makes of a token depends on the others"
         if not _equal(probe(x.view(2, 2, width)), y.view(2, 2, -1)):
             return "it mixes rows, so what it makes of a token depends on how many there are of each image"
-    except Exception as error:
-        return f"it cannot be called with rows (n, width) alone, here {tuple(x.shape)} ({_first_line(error)})"
+    except Exception as error:  # a foreign network may raise anything
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"it cannot be called with rows (n, width) alone, here {tuple(x.shape)} ({line})"
     return None
 
 
-def _accepts(probe: nn.Module, width: int) -> bool:
-    try:
-        probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))
-    except Exception:  # whatever a foreign network raises
-        return False
-    return True
-
-
 def _equal(actual: Tensor, expected: Tensor) -> bool:
-    if actual.shape != expected.shape:
-        return False
-    scale = expected.abs().max().item()
-    return torch.allclose(actual, expected, rtol=0, atol=TOLERANCE * scale, equal_nan=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    tolerance = TOLERANCE * expected.abs().max().item()
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)

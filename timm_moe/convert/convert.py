@@ -1,5 +1,6 @@
-"""The feed-forward networks of chosen blocks become expert layers."""
+"""The conversion of a model: feed-forward networks of chosen blocks become expert layers."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -7,20 +8,19 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, WeakRegistry, begin_forward
+from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import put_experts, select_blocks
 from .check import row_width
 from .find import Modules, find_networks
-from .routers import MakeRouter, RouterSpec, get_spec, split_options
+from .registry import MakeRouter, RouterSpec, get_spec, split_options
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Their row counts are data to torch.fx, so timm's feature extraction keeps them as leaves.
-register_notrace_module(MoeMlp)
-register_notrace_module(EwaMlp)
-register_notrace_module(SharedExpertMlp)
+# Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
+for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp):
+    register_notrace_module(_layer_class)
 
 
 def convert_to_moe(
@@ -39,78 +39,67 @@ def convert_to_moe(
     """Replace the feed-forward networks of some blocks of a model by expert layers, in place.
 
     Args:
-        model: a model of timm (ViT, DeiT, Swin, ...), of Hugging Face transformers or of torchvision, one with layers
-            of ``nn.TransformerEncoderLayer``, or any other, of which ``modules`` names the networks.
+        model: a model of timm (ViT, DeiT, Swin, ...), Hugging Face transformers or torchvision, a model with layers of
+            ``nn.TransformerEncoderLayer``, or any other model if ``modules`` names its networks.
         num_experts: E, the number of experts in each layer.
-        moe_layers: which blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
+        moe_layers: the blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
             ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
             ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names.
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; ``"fused"``, where
-            learned weights make one network of the experts before each forward (ExFusion); the name of another that
-            was registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable ``(dim,
+            learned weights merge the experts into one network before each forward (ExFusion); the name of a router
+            registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable ``(dim,
             num_experts) -> nn.Module``.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
-            ``"independent"`` draws them anew at the scale of the initial weights (for training from scratch).
+            ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
-            random partitions; routed experts are only averaged if this or ``share_schedule`` is given (Early EWA).
-        share_schedule: its course over training: ``"linear"`` (default for random partitions), ``"constant"``,
-            ``"early"`` (default for routed experts) or ``"late"``.
-        modules: the feed-forward networks, where they are not known or others are meant: a regular expression that
-            matches their names, a list of names, or a predicate ``(name, module) -> bool``. ``moe_layers`` then counts
-            these. Each must map every row by itself, which is checked with a few rows.
-        expert_dropout: rate of the dropout inside the experts; by default that of the dense network.
-        options: of the router and of its layer, as follows.
-
-    Of ``router="random"``:
-        eval_mode: ``"average"`` evaluates the mean of the experts, which is what is exported;
-            ``"partition"`` evaluates the experts on random partitions (for analysis).
+            random partitions; routed experts are averaged only if this or ``share_schedule`` is given (Early EWA).
+        share_schedule: course of the share rate over training: ``"linear"`` (default for random partitions),
+            ``"constant"``, ``"early"`` (default for routed experts) or ``"late"``.
+        modules: the feed-forward networks, if they are unknown or you mean others: a regular expression that matches
+            their names, a list of names, or a predicate ``(name, module) -> bool``. ``moe_layers`` then counts these.
+            Each must treat every row independently; a few rows are run to check it.
+        expert_dropout: rate of the dropout inside the experts; by default the dense network's.
+        options: options of the router and of its layer, as follows.
 
     Of ``router="fused"``:
-        common_share: the weight that the first expert has for good, as the shared one in XFT; 0 for none.
+        common_share: fixed weight of the first expert, as of XFT's shared expert; 0 for none.
 
     Of ``router="top_k"`` and routers of other packages:
-        shared_expert: add one more expert that every token passes through, without a gate (ViMoE).
-        shared_init: what it begins as: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, adding
-            nothing.
+        shared_expert: add an expert without a gate that every token passes through (ViMoE).
+        shared_init: its initial weights: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, so that it
+            adds nothing.
 
     Of ``router="top_k"``:
-        top_k: K, the experts of each token.
-        noise_std: standard deviation, times E, of the noise on the router's logits in training.
-        capacity_factor: in training, experts take this times their even share of the choices; None or ``"none"`` to
-            drop nothing (timm's ``create_model`` drops options that are None).
-        eval_capacity_factor: the same in eval mode.
-        capacity_multiple: capacities are rounded up to a multiple of this.
-        capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
-        batch_priority: let the tokens that the router is surest of queue first.
-        group_images: images that share queues, capacities and router losses; by default the local batch.
+        top_k, noise_std, capacity_factor, eval_capacity_factor, capacity_multiple, capacity_rounding, batch_priority,
+            group_images, gate_mode: see :class:`timm_moe.layers.TopKRouter`. Write ``"none"`` for no capacity, as
+            timm's ``create_model`` drops options that are None.
         aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``, ``"balance_top_k"`` or several
             joined by ``+``.
-        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In a loop of
-            your own, :func:`timm_moe.auxiliary_loss` is this sum.
-        routing_unit: ``"token"``, or ``"image"``: all tokens of an image go where its class token, the first, goes
-            (ViMoE).
-        gate_mode: factor of a chosen expert's output: its gate, ``"prob"``; ``"one"``; or ``"renorm"``, its gate
-            divided by the sum of the chosen experts'.
-        ensemble_size: M, members among which the experts are divided; 1 for none (pBE).
-        ensemble: how. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its experts.
-            Ablations: ``"tiling"``: the same with all experts for all members, which differ by noise alone, also in
-            eval mode; ``"partitioning"``: each image once, each token chooses K experts of each part; ``"multi_head"``:
-            M = K, in the last layer the k-th choice of each token goes to the k-th member. All but ``"partitioning"``
-            need a model that repeats the images and takes the members' outputs apart, as ``vmoe_pbe_*`` do.
+        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In your own
+            loop, add :func:`timm_moe.auxiliary_loss`.
+        routing_unit: ``"token"``, or ``"image"``: all tokens of an image follow its class token, the first (ViMoE).
+        ensemble_size: M, members among which the experts are divided; 1 for no ensemble (pBE).
+        ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its
+            experts. Ablations: ``"tiling"``: the same with all experts for all members, which differ by noise alone,
+            also in eval mode; ``"partitioning"``: each image once, each token chooses K experts of each part;
+            ``"multi_head"``: M = K, in the last layer the k-th choice of each token goes to the k-th member. All but
+            ``"partitioning"`` need a model that repeats the images and separates the members' outputs, as
+            ``vmoe_pbe_*`` do.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if an option is not one of the above, does not go with the router, or the model has no block that
-            can be converted, or a network that ``modules`` names cannot be (it mixes rows, holds buffers, is used
-            twice, ...); the model is then unchanged.
+        ValueError: if an option has another value or does not suit the router, the model has no block that can
+            be converted, or a network that ``modules`` names cannot be (it mixes rows, holds buffers, is used twice,
+            ...); the model is then unchanged.
         TypeError: if no router has an option of that name, or the router does not return a module.
     """
     spec = get_spec(router)
     check_integer("num_experts", num_experts, 1)
     router_options, layer_options = split_options(spec, options)
-    spec.check(model, router_options)
+    if spec.check is not None:
+        spec.check(model, router_options)
     rate, schedule = _sharing(spec, num_experts, share_rate, share_schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
     chosen = _chosen_networks(model, moe_layers, modules)
@@ -127,8 +116,8 @@ def convert_to_moe(
         if not isinstance(layer, MoeMlp):
             raise TypeError(f"The layer of router {spec.name!r} is a {type(layer).__name__}, not a MoeMlp.")
     for path, layer in layers.items():
-        layer.path, layer.replaced = path, WeakRegistry(chosen[path].parameters())
-        vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not know of it
+        layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
+        vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them
         layer.train(chosen[path].training)
         put_experts(model, path, chosen[path], layer)
     if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
@@ -139,9 +128,9 @@ def convert_to_moe(
 def _sharing(
     spec: RouterSpec, num_experts: int, share_rate: float | None, share_schedule: str | None
 ) -> tuple[float, str]:
-    """Share rate and schedule, with the router's defaults."""
+    """Return the share rate and schedule, by default the router's."""
     averaged = spec.averaged or share_rate is not None or share_schedule is not None
-    rate = (spec.share_rate if averaged else 0.0) if share_rate is None else share_rate
+    rate = (0.3 if averaged else 0.0) if share_rate is None else share_rate
     schedule = spec.share_schedule if share_schedule is None else share_schedule
     check_share_rate(rate, num_experts)
     get_schedule(schedule)
@@ -151,7 +140,7 @@ def _sharing(
 def _chosen_networks(
     model: nn.Module, moe_layers: str | int | Iterable[int] | None, modules: Modules | None
 ) -> dict[str, nn.Module]:
-    """The networks of the chosen blocks by name; ValueError if one is an expert layer already, or there are none."""
+    """Find the networks of the chosen blocks by name; ValueError if one is an expert layer, or there are none."""
     networks = find_networks(model, modules)
     if not networks:
         raise ValueError(
@@ -171,7 +160,7 @@ def _chosen_networks(
 def _make_router(
     spec: RouterSpec, ffn: nn.Module, num_experts: int, is_last: bool, options: dict[str, Any]
 ) -> nn.Module:
-    """A router of the rows that a network takes, on its device and of its type."""
+    """Make a router for the rows that a network takes, on its device and with its dtype."""
     factory = spec.last_factory if is_last and spec.last_factory is not None else spec.factory
     weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
     with torch.device(weight.device):

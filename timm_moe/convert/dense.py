@@ -1,11 +1,10 @@
-"""From experts back to one network in each block."""
+"""The way back: one network instead of the experts in each block."""
 
 import contextlib
 import copy
 import logging
 import time
 from collections.abc import Iterator
-from typing import TypeVar
 
 from torch import nn
 
@@ -13,22 +12,19 @@ from ..layers import MoeMlp, begin_forward
 from .blocks import moe_layers, put_network, unwrapped, whole_experts
 from .gather import average, get_method
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
-
 _logger = logging.getLogger(__name__)
 
-#: Seconds between two lines about the progress.
+#: Seconds between two progress messages.
 PROGRESS_INTERVAL = 10.0
 
 
 def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
-    """A new model of stock timm classes in which one feed-forward network stands for the experts of each layer.
+    """Make a new model of stock timm classes with one feed-forward network instead of the experts of each layer.
 
     Args:
-        model: a model with expert layers; it is left as it is. Wrappers (DDP, torch.compile, EMA) are taken off.
+        model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are taken off.
         method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``, ``"topk"``,
-            ``"topk_biases"``, ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. A shared expert counts as one
-            of the experts.
+            ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. A shared expert counts as one of the experts.
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
@@ -36,22 +32,22 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
             fit the networks (only ``"average"`` fits fused ones), or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
-    memo = {id(layer): layer for layer in moe_layers(model).values()}  # so that these are not copied
+    memo = {id(layer): layer for layer in moe_layers(model).values()}  # deepcopy leaves them alone
     for layer in memo.values():
         whole_experts(layer)  # raises
     return to_dense_(copy.deepcopy(model, memo), method, svd_ratio)
 
 
 def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
-    """As :func:`to_dense`, in place: needs memory for one more dense layer only, since each layer goes before the next.
+    """Do the work of :func:`to_dense` in place, layer by layer: needs memory for one more dense layer only.
 
     Args:
         model: a model with expert layers, without wrappers.
-        method: as there.
-        svd_ratio: as there.
+        method: see :func:`to_dense`.
+        svd_ratio: see :func:`to_dense`.
 
     Raises:
-        ValueError: as there; a model of which only some layers could be gathered is left half done.
+        ValueError: see :func:`to_dense`; if gathering fails at a later layer, the earlier ones stay dense.
     """
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
@@ -63,14 +59,17 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
             raise ValueError(
                 f"The experts in {path} are fused: they are one network, so method={method!r} has no place."
             )
-    number, told = len(layers), time.monotonic()
+    number, last_report = len(layers), time.monotonic()
     for done, path in enumerate(list(layers)):
-        if method == "svd" or time.monotonic() - told > PROGRESS_INTERVAL:  # which takes seconds for every expert
-            told = time.monotonic()
+        if method == "svd" or time.monotonic() - last_report > PROGRESS_INTERVAL:  # SVD takes seconds for every expert
+            last_report = time.monotonic()
             _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, number)
         layer = layers.pop(path)
-        put_network(model, path, layer, layer.to_ffn(gather(layer.networks())))
-    for module in without_announcements(model).modules():
+        put_network(model, path, layer, layer.to_ffn(gather(layer.stacked_weights())))
+    for module in model.modules():
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if hook is begin_forward:  # dense models have no routers to tell of a forward
+                del module._forward_pre_hooks[handle]
         restore = getattr(module, "restore_stock_class", None)
         if restore is not None:
             restore()
@@ -78,11 +77,11 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 
 
 @contextlib.contextmanager
-def dense_for_now(model: nn.Module) -> Iterator[None]:
-    """Let dense networks stand for the expert layers as long as this lasts; the layers then begin anew as these.
+def swapped_for_dense(model: nn.Module) -> Iterator[None]:
+    """Temporarily swap in dense layers; on exit, reinitialise the experts from them.
 
-    With it the ``init_weights`` of a stock model reaches the experts too: each family, and each mode, has its own way
-    to initialise a feed-forward network. The parameters of the layers stay the same objects.
+    This way the ``init_weights`` of a stock model also initialises experts, and each family and each mode has its own
+    way to initialise a feed-forward network. The layers' parameters stay the same objects.
     """
     places = [
         (parent, name, child)
@@ -90,7 +89,7 @@ def dense_for_now(model: nn.Module) -> Iterator[None]:
         for name, child in parent.named_children()
         if isinstance(child, MoeMlp)
     ]
-    dense = {layer: layer.to_ffn(average(layer.networks())) for _, _, layer in places}
+    dense = {layer: layer.to_ffn(average(layer.stacked_weights())) for _, _, layer in places}
     for parent, name, layer in places:
         setattr(parent, name, dense[layer])
     try:
@@ -99,13 +98,4 @@ def dense_for_now(model: nn.Module) -> Iterator[None]:
         for parent, name, layer in places:
             setattr(parent, name, layer)
     for layer, ffn in dense.items():
-        layer.begin_as(ffn)
-
-
-def without_announcements(model: ModelT) -> ModelT:
-    """The same model, which no longer announces its forwards to routers."""
-    for module in model.modules():
-        for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is begin_forward:
-                del module._forward_pre_hooks[handle]
-    return model
+        layer.reset_from_dense(ffn)

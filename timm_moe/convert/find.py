@@ -1,4 +1,4 @@
-"""The feed-forward networks of a model that could become experts: those that are known, or that the user names."""
+"""Search for the feed-forward networks of a model that can become experts: known ones, or ones that the user names."""
 
 import inspect
 import logging
@@ -15,34 +15,33 @@ from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
 
-#: How a user names networks: a regular expression that matches the whole name, the names, or a predicate of both.
+#: How a user selects networks: a regular expression that matches the whole name, names, or a predicate.
 Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
-#: In timm they are the ``mlp...`` of a numbered block, or of a part of one as MaxViT's ``attn_grid``. Those deeper
-#: inside, of relative positions for instance, do not map tokens, and a mixer's ``mlp_tokens`` sees all tokens at once.
+#: In timm, the ``mlp...`` of a numbered block, or of a part of one such as MaxViT's ``attn_grid``. Deeper ones, e.g. of
+#: relative positions, do not map tokens, and a mixer's ``mlp_tokens`` mixes tokens.
 _TIMM_NAME = re.compile(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$")
-#: In torchvision and transformers, the ``mlp`` of a numbered block; there may be two towers, of images and of texts.
-_OTHER_NAME = re.compile(r"(?!(.*\.)?(text|language)_model\.)(.*[._])?\d+\.mlp")
+#: In torchvision and transformers, the ``mlp`` of a numbered block; of two towers, only the image tower's.
 _BLOCK_NAME = re.compile(r"(?!(.*\.)?(text|language)_model\.)(.*[._])?\d+")
+_OTHER_NAME = re.compile(_BLOCK_NAME.pattern + r"\.mlp")
 
 
 def ffn_paths(model: nn.Module) -> list[str]:
-    """Names of the places of the known feed-forward networks, expert layers included, in order."""
+    """List the names of the known feed-forward networks, expert layers included, in order."""
     return list(find_networks(model))
 
 
 def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module]:
-    """Feed-forward networks by the name of their place, in order, expert layers included.
+    """Find feed-forward networks by name, in order, expert layers included.
 
     Args:
         model: any module.
-        modules: which; by default those of timm, torchvision, Hugging Face transformers and
-            ``nn.TransformerEncoderLayer`` that are known. A name may also be that of a block whose network is in
-            several modules: of an ``nn.TransformerEncoderLayer``, or one of transformers with ``intermediate`` and
-            ``output``.
+        modules: the networks to find; by default the known ones of timm, torchvision, Hugging Face transformers and
+            ``nn.TransformerEncoderLayer``. A name may also be the name of a block whose network is in several modules:
+            an ``nn.TransformerEncoderLayer``, or a block of transformers with ``intermediate`` and ``output``.
 
     Raises:
-        ValueError: if nothing has a name that is asked for, or what has it cannot become experts.
+        ValueError: if no module has a requested name, or one cannot become experts.
     """
     return _known(model) if modules is None else _named(model, modules)
 
@@ -77,11 +76,11 @@ def _acts_on_each_token(module: nn.Module) -> bool:
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
-    if _is_block(module):
-        return type(module) is nn.TransformerEncoderLayer or (
-            _is_of_transformers(module) and bool(_BLOCK_NAME.fullmatch(name))
-        )
-    return (isinstance(module, MLP) or _is_of_transformers(module)) and bool(_OTHER_NAME.fullmatch(name))
+    if type(module) is nn.TransformerEncoderLayer:
+        return _is_block(module)
+    if _is_of_transformers(module):
+        return bool((_BLOCK_NAME if _is_block(module) else _OTHER_NAME).fullmatch(name))
+    return isinstance(module, MLP) and bool(_OTHER_NAME.fullmatch(name))
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -89,14 +88,14 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether this is a block whose feed-forward network is in several modules, or was, which it calls as is known."""
+    """Tell whether a block has, or had, its feed-forward network in several modules that it calls in a known way."""
     if isinstance(module, nn.TransformerEncoderLayer):
         return type(module)._ff_block is nn.TransformerEncoderLayer._ff_block
     return _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys()
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """The name of the place of a network, or of that in a block."""
+    """Return a network and its place, for a block the place of its first part."""
     if not _is_block(module):
         return name, module
     first = "linear1" if isinstance(module, nn.TransformerEncoderLayer) else "intermediate"
@@ -142,11 +141,10 @@ def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
             raise ValueError(f"modules names {missing[0]!r}, but this {type(model).__name__} has no module so called.")
         matching = {name: everything[name] for name in everything if name in names}
     if not matching:
-        some = next(
-            (name for name in everything if isinstance(modules, str) and modules in name), next(iter(everything), "")
-        )
+        similar = (name for name in everything if isinstance(modules, str) and modules in name)
+        example = next(similar, next(iter(everything), ""))
         raise ValueError(
             f"modules={modules!r} names no module of this {type(model).__name__}. An expression must match a whole "
-            f"name, such as {some!r}."
+            f"name, such as {example!r}."
         )
     return matching

@@ -1,8 +1,7 @@
-"""Many feed-forward networks into one: averaging (EWA) and OneS's gathering (arXiv 2201.10890, section 3.2).
+"""Ways to merge many feed-forward networks into one: averaging (EWA) and OneS's gathering (arXiv 2201.10890, 3.2).
 
-Each method is a function of the stacked tensors of E networks, by the names that they have in one network: weights
-(E, out, in), biases and all else (E, size). It returns those of one network. Biases are averaged (eq. 7), unless the
-method says otherwise.
+Each method takes the stacked tensors of E networks by their dense names: weights (E, out, in), biases and all else
+(E, size). It returns the tensors of one network. Biases are averaged (eq. 7), unless the method says otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..layers.kept_mean import mean_over_experts
+from ..layers.experts import mean_over_experts
 
 Weights = Mapping[str, Tensor]
 
@@ -22,25 +21,19 @@ def average(stacked: Weights) -> dict[str, Tensor]:
 
 
 def add(stacked: Weights) -> dict[str, Tensor]:
-    """The sum of the weights (OneS, "Sum"). It is not divided by E: of a routed model's experts few act on a token."""
+    """The sum of the weights (OneS, "Sum"), not divided by E: in a routed model only few experts act on a token."""
     return _gather_weights(stacked, partial(_sum_truncated, ratio=1))
 
 
-def top_units(stacked: Weights, gather_biases: bool = False) -> dict[str, Tensor]:
+def top_units(stacked: Weights) -> dict[str, Tensor]:
     """The strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
 
-    The strength of a unit is the sum of the norms of its weights to and from it; what leads into a unit and out of it
-    is kept together, and what a norm of the hidden units has for it; biases are averaged. If E does not divide H, the
-    first experts give one unit more.
-
-    Args:
-        stacked: as above.
-        gather_biases: keep with each hidden unit its own bias. By default a unit gets the mean of the biases that the
-            experts have in its new place, as the paper says, which are those of other units. The last layer's biases
-            are averaged in any case.
+    The strength of a unit is the sum of the norms of its weights to and from it. A unit keeps its weights in and out,
+    and its entries of a norm of the hidden units; biases are averaged. If E does not divide H, the first experts give
+    one unit more.
 
     Raises:
-        ValueError: if the network is not of layers into one hidden layer and one, named ``fc2``, out of it.
+        ValueError: unless the network has layers into one hidden layer and one layer, named ``fc2``, out of it.
     """
     if "fc2.weight" not in stacked or stacked["fc2.weight"].ndim != 3:
         raise ValueError("Gathering by top-k needs a network whose last layer is fc2.")
@@ -58,25 +51,21 @@ def top_units(stacked: Weights, gather_biases: bool = False) -> dict[str, Tensor
     def of_kept(tensor: Tensor, dim: int) -> Tensor:
         return torch.cat([part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim)
 
-    of_norm = {name: tensor for name, tensor in stacked.items() if name.startswith("norm.")}
-    if gather_biases:
-        biases = {name.removesuffix("weight") + "bias" for name in inward} & stacked.keys()
-        inward |= {name: stacked[name].unflatten(1, (-1, hidden)) for name in biases}
     return {
         **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3}),
-        **{name: of_kept(tensor, 0) for name, tensor in of_norm.items()},
+        **{name: of_kept(tensor, 0) for name, tensor in stacked.items() if name.startswith("norm.")},
         **{name: of_kept(rows, 1).flatten(0, 1) for name, rows in inward.items()},
         "fc2.weight": of_kept(outward_EDH, 1),
     }
 
 
 def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
-    """The sum of the experts' weights, each of the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
+    """The sum of the experts' weights, each at the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
 
     Args:
-        stacked: as above.
-        ratio: of each weight, the largest singular values are kept until their sum is this share of that of all; with
-            1 this is :func:`add`.
+        stacked: tensors (E, ...) of the networks.
+        ratio: share of the sum of a weight's singular values; the largest ones are kept until they reach it. With 1
+            this is :func:`add`.
 
     Raises:
         ValueError: unless 0 < ratio <= 1.
@@ -108,17 +97,16 @@ def _gather_weights(stacked: Weights, gather: Callable[[Tensor], Tensor]) -> dic
 
 
 def random_weights(stacked: Weights) -> dict[str, Tensor]:
-    """None of the experts' weights, but new ones: OneS's baseline "Switch" (table 1).
+    """New weights instead of the experts': OneS's baseline "Switch" (table 1).
 
-    Only what is no expert then comes from the teacher, as in the distillation of Switch Transformers (arXiv
-    2101.03961). The network begins as in a ViT of timm: weights are drawn from a normal
-    distribution of standard deviation 0.02, biases are zero, scales of norms one. They are drawn by torch's global
-    generator.
+    Only the other layers then come from the teacher, as in the distillation of Switch Transformers (arXiv 2101.03961).
+    The initialisation is a timm ViT's: weights from a normal distribution of standard deviation 0.02, drawn by torch's
+    global generator; biases zero; scales of norms one.
     """
-    return {name: _as_at_first(name, tensor[0]) for name, tensor in stacked.items()}
+    return {name: _initial(name, tensor[0]) for name, tensor in stacked.items()}
 
 
-def _as_at_first(name: str, like: Tensor) -> Tensor:
+def _initial(name: str, like: Tensor) -> Tensor:
     if like.ndim >= 2:
         return nn.init.trunc_normal_(torch.empty_like(like, dtype=torch.float32), std=0.02).to(like.dtype)
     return torch.zeros_like(like) if name.endswith("bias") else torch.ones_like(like)
@@ -128,21 +116,16 @@ METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "average": average,
     "sum": add,
     "topk": top_units,
-    "topk_biases": partial(top_units, gather_biases=True),
     "svd": singular_values,
     "random": random_weights,
 }
 
 
 def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights], dict[str, Tensor]]:
-    """The method of that name.
-
-    Args:
-        name: a key of :data:`METHODS`.
-        svd_ratio: ratio of ``"svd"``, by default 0.75.
+    """Look up a method of :data:`METHODS`; ``svd_ratio`` is the ratio of ``"svd"``, by default 0.75.
 
     Raises:
-        ValueError: if there is no such method, or a ratio is given to another than ``"svd"``.
+        ValueError: if there is no such method, or a ratio is given to another method than ``"svd"``.
     """
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")

@@ -1,4 +1,4 @@
-"""Feed-forward networks that their block holds as several modules, one called after the other."""
+"""Feed-forward networks that a block holds as several modules, called one after the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    """A function as a module, as the activation of an ``nn.TransformerEncoderLayer``."""
+    """A function as a module, e.g. the activation of an ``nn.TransformerEncoderLayer``."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -19,13 +19,13 @@ class Function(nn.Module):
 
 
 class SplitFfn(nn.Module):
-    """The parts of a block that are a feed-forward network together, as one module.
+    """The parts of a block that form its feed-forward network, as one module.
 
-    Experts of it take the place of the first part, and the others pass on what they get.
+    Experts replace the first part; the other parts become identities.
 
     Args:
-        block: that holds the parts.
-        names: of the parts in the block, in the order in which it calls them.
+        block: the block that holds the parts.
+        names: names of the parts in the block, in the order in which it calls them.
     """
 
     def __init__(self, block: nn.Module, *names: str):
@@ -41,15 +41,15 @@ class SplitFfn(nn.Module):
             x = part(x)
         return x
 
-    def make_room(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
-        """Put an expert layer in the place of the parts."""
+    def install(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
+        """Replace the parts by an expert layer."""
         first, *others = self._modules
         setattr(block, first, layer)
         for name in others:
             setattr(block, name, nn.Identity())
 
-    def put_back(self, model: nn.Module, block: nn.Module) -> None:
-        """Put the parts where they belong."""
+    def restore(self, model: nn.Module, block: nn.Module) -> None:
+        """Put the parts back into the block."""
         for name, part in self.named_children():
             if isinstance(part, Function):
                 delattr(block, name)
@@ -57,59 +57,58 @@ class SplitFfn(nn.Module):
 
 
 class AddResidual(nn.Module):
-    """What is left of the last part of a :class:`ResidualFfn` in its block."""
+    """Replaces the last part of a :class:`ResidualFfn` in its block."""
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
 
 
 class ResidualFfn(SplitFfn):
-    """One whose last part also adds the residual, which its block hands to it.
+    """A network whose last part also adds the residual, which the block passes to it.
 
-    So are the blocks of many models in earlier versions of transformers. What is added afterwards is no part of the
-    network: a normalisation of the sum, as in BERT, makes it none.
+    Many models in earlier versions of transformers are built so. The addition is not part of the network. If the last
+    part then normalises the sum, as in BERT, the block cannot be converted.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map rows x of shape (..., D) as the block does, without the residual."""
+        return self._with_residual(x, x.new_zeros(()))
+
+    def adds_the_residual(self, x: Tensor) -> bool:
+        """Tell whether the last part adds the residual and does nothing else with it, for rows x (..., D)."""
+        return torch.allclose(self._with_residual(x, x), self(x) + x, atol=1e-5)
+
+    def _with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         *parts, last = self.children()
         for part in parts:
             x = part(x)
-        return last(x, x.new_zeros(()))
+        return last(x, residual)
 
-    def adds_the_residual(self, x: Tensor) -> bool:
-        """Whether the last part adds what it is handed, and does nothing else with it; x as in ``forward``."""
-        *parts, last = self.children()
-        hidden = x
-        for part in parts:
-            hidden = part(hidden)
-        return torch.allclose(last(hidden, x), self(x) + x, atol=1e-5)
-
-    def make_room(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
-        super().make_room(model, block, layer)
+    def install(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
+        super().install(model, block, layer)
         setattr(block, list(self._modules)[-1], AddResidual())
 
 
 class EncoderLayerFfn(SplitFfn):
-    """That of an ``nn.TransformerEncoderLayer``.
+    """The network of an ``nn.TransformerEncoderLayer``.
 
-    In eval mode torch may compute such a layer, and the encoder around it, from the weights of its parts without
-    calling them; not as long as experts stand there.
+    In eval mode torch's fast path computes such a layer, and the encoder around it, from the weights without calling
+    the parts. The fast path is off while experts are installed.
     """
 
     def __init__(self, block: nn.TransformerEncoderLayer):
         super().__init__(block, "linear1", "activation", "dropout", "linear2")
-        self.fused_activation: Any = block.activation_relu_or_gelu  # 0 for none, 1 for ReLU, 2 for GELU
+        self.fused_activation: Any = block.activation_relu_or_gelu  # 0: no fast path, 1: ReLU, 2: GELU
 
-    def make_room(self, model: nn.Module, block: Any, layer: nn.Module) -> None:
-        super().make_room(model, block, layer)
+    def install(self, model: nn.Module, block: Any, layer: nn.Module) -> None:
+        super().install(model, block, layer)
         block.activation_relu_or_gelu = 0
         for encoder in _encoders_of(model, block):
             vars(encoder).setdefault("use_nested_tensor_when_dense", encoder.use_nested_tensor)
             encoder.use_nested_tensor = False
 
-    def put_back(self, model: nn.Module, block: Any) -> None:
-        super().put_back(model, block)
+    def restore(self, model: nn.Module, block: Any) -> None:
+        super().restore(model, block)
         block.activation_relu_or_gelu = self.fused_activation
         for encoder in _encoders_of(model, block):
             if all(isinstance(layer.linear1, nn.Linear) for layer in encoder.layers):

@@ -1,6 +1,16 @@
 """A trained model becomes a checked folder, and the folder goes to the Hugging Face Hub with a model card."""
 
 from .export import export_dense, export_moe
+from .options import Destination, ModelOptions, Statements
 from .push import push_dense, push_folder, push_moe
 
-__all__ = ["export_dense", "export_moe", "push_dense", "push_folder", "push_moe"]
+__all__ = [
+    "Destination",
+    "ModelOptions",
+    "Statements",
+    "export_dense",
+    "export_moe",
+    "push_dense",
+    "push_folder",
+    "push_moe",
+]

@@ -1,10 +1,7 @@
-"""The README.md of a repository on the Hub: what the model is, how it was trained, how it is loaded."""
+"""The README.md of a repository on the Hub: the model, its training, and the code that loads it."""
 
-import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -14,397 +11,231 @@ from torch import nn
 from ..convert.blocks import moe_layers
 from ..info import activated_parameters, is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
-from ..models.publications import PUBLICATIONS, Publication
+from ..models.publications import PUBLICATIONS, papers_of
 from .export import Export
 from .history import METRICS, Experts, History, public
+from .options import Destination, Statements
 
-#: The first of these that a registered name begins with tells its papers.
-_FAMILIES = {
-    "vmoe_pbe": ["pBE", "V-MoE"],
-    "vmoe": ["V-MoE"],
-    "vimoe": ["ViMoE"],
-    "widenet": ["WideNet"],
-    "ones": ["OneS", "WideNet"],
-}
+_CARD = """\
+---
+{metadata}
+---
+
+# {title}
+
+{model}
+
+## Use
+
+{use}
+
+## Training
+
+{training}
+
+## Results
+
+{results}
+
+## Licence
+
+{license}
+
+## Citation
+
+{citation}
+"""
+_TIMM_USE = """\
+{needed}
+
+```python
+import timm
+
+model = timm.create_model("{name}", pretrained=True).eval()
+config = timm.data.resolve_model_data_config(model)
+transform = timm.data.create_transform(**config, is_training=False)
+```"""
+_TRANSFORMERS_USE = """\
+{needed}
+
+```python
+from {module} import {name}
+
+model = {name}.from_pretrained("{repo_id}"{revision}).eval()
+```
+
+An image processor is no part of it: prepare the images as for its training."""
+_STATE_DICT_USE = """\
+Make a `{architecture}` with the arguments of its training, `model`, and load the weights:
+
+```python
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
+
+file = hf_hub_download("{repo_id}", "model.safetensors"{revision})
+model.load_state_dict(load_file(file))
+```"""
 
 
 @dataclass(frozen=True)
-class Statements:
-    """What the publisher states: nothing of it is guessed.
+class Facts:
+    """Everything in a card that depends on the library which loads the model."""
 
-    Attributes:
-        license: as the Hub abbreviates it, ``"apache-2.0"``.
-        dataset: name on the Hub, or any other name, of the images it was trained on.
-        metrics: results of the model that is published, by name.
-
-    Raises:
-        ValueError: if a metric is no finite number, or a license no abbreviation.
-    """
-
-    license: str | None = None
-    dataset: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value in self.metrics.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"The metric {name} must be a finite number, got {value!r}.")
-        if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
-            raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
+    library: str
+    architecture: str
+    kind: str  # a sentence that describes the model
+    use: str  # Markdown that shows how it is loaded
+    sizes: dict[str, int]  # numbers of parameters
+    tags: list[str]
+    task: str | None
+    license: str | None
+    experts: Experts | None = None  # of a model that still has them
 
 
-@dataclass(frozen=True)
-class Card(ABC):
-    """A model card; what differs between libraries stands in the classes below.
-
-    Attributes:
-        repo_id: ``user/name``.
-        history: where the weights came from.
-        statements: what the publisher states.
-        revision: to load, if not main.
-    """
-
-    repo_id: str
-    history: History
-    statements: Statements
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        title = self.repo_id.split("/")[-1]
-        sections = [self._model(), self._use(), self._training(), self._results(), self._license(), self._citation()]
-        body = "\n\n".join([f"# {title}", *filter(None, sections)])
-        return f"---\n{self._metadata().to_yaml()}\n---\n\n{body}\n"
-
-    @property
-    @abstractmethod
-    def _library(self) -> str:
-        """The Hub's name of what loads the model."""
-
-    @property
-    @abstractmethod
-    def _tags(self) -> list[str]:
-        """Beside those of this package."""
-
-    @property
-    @abstractmethod
-    def _task(self) -> str | None:
-        """What the Hub may offer the model for, if it is known."""
-
-    @property
-    @abstractmethod
-    def _architecture(self) -> str:
-        """The library's name of it."""
-
-    @property
-    @abstractmethod
-    def _kind(self) -> str:
-        """One sentence on what the model is."""
-
-    @property
-    @abstractmethod
-    def _sizes(self) -> dict[str, int]:
-        """Numbers of parameters."""
-
-    @abstractmethod
-    def _use(self) -> str:
-        """How it is loaded."""
-
-    @property
-    def _has_experts(self) -> bool:
-        return False
-
-    @property
-    def _experts(self) -> Experts | None:
-        """Those that it has, or was made of."""
-        return self.history.experts
-
-    @property
-    def _method(self) -> str | None:
-        """How one network was made of the experts; None if they are still there, or never were."""
-        return None if self._has_experts else self.history.method
-
-    @property
-    def _is_another_function(self) -> bool:
-        """Whether the published model's outputs are not those of the expert model that was evaluated."""
-        if self._experts is None or self._method is None:
-            return False
-        return not (self._experts.mean and self._method == "average")
-
-    @property
-    def _metrics(self) -> Mapping[str, float]:
-        """Of the model that is published."""
-        found = {} if self._is_another_function else self.history.metrics
-        return self.statements.metrics or found
-
-    @property
-    @abstractmethod
-    def _license_tag(self) -> str | None:
-        """That of config.json: stated, or that of the pretrained weights that training began from."""
-
-    @property
-    def _dataset(self) -> str | None:
-        """Stated, or the name that train.py was given for what is no folder of images."""
-        return self.statements.dataset or self.history.dataset
-
-    @property
-    def _measured_on(self) -> str | None:
-        """The images of the results, as far as it is known."""
-        if self.statements.metrics:
-            return self.statements.dataset
-        return self._dataset or "validation images of the training run"
-
-    @property
-    def _dataset_id(self) -> str | None:
-        """The same, if it is a name on the Hub."""
-        if not self.statements.dataset and not self.history.dataset_on_hub:
-            return None
-        try:
-            validate_repo_id(self._dataset)
-        except ValueError:
-            return None
-        return self._dataset
-
-    def _metadata(self) -> ModelCardData:
-        results = [
-            EvalResult(
-                task_type="image-classification",
-                dataset_type=self._dataset_id or "imagefolder",
-                dataset_name=self._measured_on or "not stated",
-                metric_type=METRICS.get(name, (name, name))[1],
-                metric_name=METRICS.get(name, (name, name))[0],
-                metric_value=value,
-            )
-            for name, value in self._metrics.items()
-        ]
-        return ModelCardData(
-            tags=[*self._tags, "timm_moe", *(["mixture-of-experts"] if self._has_experts else [])],
-            pipeline_tag=self._task,
-            library_name=self._library,
-            license=self._license_tag,
-            base_model=self.history.base,
-            datasets=[self._dataset_id] if self._dataset_id else None,
-            model_name=self.repo_id.split("/")[-1],
-            eval_results=results or None,
-        )
-
-    def _model(self) -> str:
-        lines = [
-            self._kind,
-            *(["", _of_experts(self._experts, self._method)] if self._experts is not None else []),
-        ]
-        if self._is_another_function:
-            lines.append(
-                "In training the experts themselves were evaluated: this dense model is another function than theirs."
-            )
-        rows = self._sizes
-        if not self._has_experts and self._experts is not None:
-            rows["in training, with experts"] = self._experts.parameters
-        return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in rows.items()})])
-
-    def _training(self) -> str:
-        history = self.history
-        if history.file is None:
-            return ""
-        weights = " (its EMA weights)" if history.ema else ""
-        lines = ["## Training", "", f"From `{public(history.file)}`{weights}"]
-        if not history.options:
-            return "\n".join(lines) + "."
-        epoch = "" if history.epoch is None else f" after epoch {history.epoch} (from 0)"
-        lines[-1] += f", which timm's train.py wrote{epoch}"
-        start = history.base or history.start
-        lines[-1] += f"; it began from the weights of `{public(start)}`." if start else "."
-        options = {**history.options, **({"dataset": self._dataset} if self._dataset else {})}
-        shown = {public(name): f"`{public(value)}`" for name, value in options.items()}
-        return "\n".join([*lines, "", _table(("option", "value"), shown)])
-
-    def _results(self) -> str:
-        if not self._metrics:
-            if not self.history.metrics:
-                return ""
-            return (
-                "## Results\n\nNone: what was measured in training belongs to the expert model, not to this dense one."
-            )
-        where = "Stated by the publisher" if self.statements.metrics else "Measured by train.py after that epoch"
-        on = f" on {self._measured_on}" if self._measured_on else ""
-        rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in self._metrics.items()}
-        return f"## Results\n\n{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
-
-    def _license(self) -> str:
-        if self._license_tag:
-            of = ", that of the pretrained weights." if self.history.base else ", as its config.json states."
-            return f"## Licence\n\n{public(self._license_tag)}{'' if self.statements.license else of}"
-        return "## Licence\n\nNot stated: ask the publisher before you use the weights."
-
-    def _citation(self) -> str:
-        papers = _papers(self._experts, self._method) if self._experts else _family_papers(self._architecture)
-        if not papers:
-            return ""
-        entries = [_bibtex(PUBLICATIONS[name]) for name in papers]
-        return "\n".join(["## Citation", "", "```bibtex", *entries, "```"])
+def timm_facts(model: nn.Module, destination: Destination) -> Facts:
+    """Describe a model of timm or of this package, loaded from the files that are uploaded."""
+    cfg = get_pretrained_cfg(model)
+    architecture = cfg["architecture"]
+    size = "x".join(str(length) for length in model_input_size(model)[1:])
+    sizes = {"this model": parameters(model)}
+    if moe_layers(model):
+        sizes["that a token passes through"] = activated_parameters(model)
+    needed = "Plain timm loads it:"
+    if is_registered_here(architecture):
+        needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
+    return Facts(
+        library="timm",
+        architecture=architecture,
+        kind=f"A `{architecture}` for images of {size} pixels and {model.num_classes} classes.",
+        use=_TIMM_USE.format(needed=needed, name=destination.model_name),
+        sizes=sizes,
+        tags=["image-classification", "timm"],
+        task="image-classification" if model.num_classes else "image-feature-extraction",
+        license=cfg.get("license"),
+        experts=Experts.of(model) if moe_layers(model) else None,
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimmCard(Card):
-    """The card of a model of timm's, or of this package's.
-
-    Attributes:
-        published: the model, loaded from what is uploaded.
-    """
-
-    published: nn.Module
-
-    @property
-    def _library(self) -> str:
-        return "timm"
-
-    @property
-    def _tags(self) -> list[str]:
-        return ["image-classification", "timm"]
-
-    @property
-    def _task(self) -> str:
-        return "image-classification" if self.published.num_classes else "image-feature-extraction"
-
-    @property
-    def _architecture(self) -> str:
-        return get_pretrained_cfg(self.published)["architecture"]
-
-    @property
-    def _kind(self) -> str:
-        size = "x".join(str(length) for length in model_input_size(self.published)[1:])
-        return f"A `{self._architecture}` for images of {size} pixels and {self.published.num_classes} classes."
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        sizes = {"this model": parameters(self.published)}
-        if self._has_experts:
-            sizes["that a token passes through"] = activated_parameters(self.published)
-        return sizes
-
-    @property
-    def _has_experts(self) -> bool:
-        return bool(moe_layers(self.published))
-
-    @property
-    def _experts(self) -> Experts | None:
-        return Experts.of(self.published) if self._has_experts else self.history.experts
-
-    @property
-    def _license_tag(self) -> str | None:
-        return get_pretrained_cfg(self.published).get("license")
-
-    def _use(self) -> str:
-        name = self.repo_id + (f"@{self.revision}" if self.revision else "")
-        needed = "Plain timm loads it:"
-        if is_registered_here(self._architecture):
-            needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
-        code = [
-            "import timm",
-            "",
-            f'model = timm.create_model("hf-hub:{name}", pretrained=True).eval()',
-            "config = timm.data.resolve_model_data_config(model)",
-            "transform = timm.data.create_transform(**config, is_training=False)",
-        ]
-        return "\n".join(["## Use", "", needed, "", "```python", *code, "```"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignCard(Card):
-    """The card of a dense model that timm did not make.
-
-    Attributes:
-        export: what :func:`timm_moe.export_dense` said of it.
-        config: its config.json.
-    """
-
-    export: Export
-    config: dict[str, Any]
-
-    @property
-    def _library(self) -> str:
-        return self.export.library
-
-    @property
-    def _architecture(self) -> str:
-        return self.export.architecture
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {"this model": self.export.parameters}
-
-    @property
-    def _license_tag(self) -> str | None:
-        return self.config.get("license")
-
-
-class TransformersCard(ForeignCard):
-    """The card of a model that ``from_pretrained`` of its class in Hugging Face transformers loads."""
-
-    @property
-    def _classifies(self) -> bool:
-        return self._architecture.endswith("ForImageClassification")
-
-    @property
-    def _tags(self) -> list[str]:
-        return ["image-classification"] if self._classifies else []
-
-    @property
-    def _task(self) -> str | None:
-        return "image-classification" if self._classifies else None
-
-    @property
-    def _kind(self) -> str:
-        size = self.config.get("image_size")
-        sides = size if isinstance(size, list) else [size, size]
-        told = [f"images of {'x'.join(map(str, sides))} pixels"] if size else []
-        if self._classifies:
-            told.append(f"{len(self.config.get('id2label', 'ab'))} classes")  # two are transformers' default
-        purpose = f" for {' and '.join(told)}" if told else ""
-        return f"A `{self._architecture}` of Hugging Face transformers{purpose}."
-
-    def _use(self) -> str:
-        module, _, name = self._architecture.rpartition(".")
+def foreign_facts(export: Export, config: dict[str, Any], destination: Destination) -> Facts:
+    """Describe a dense model that timm did not make, from its export and its config.json."""
+    architecture = export.architecture
+    revision = f', revision="{destination.revision}"' if destination.revision else ""
+    place = {"repo_id": destination.repo_id, "revision": revision}
+    classifies = export.library == "transformers" and architecture.endswith("ForImageClassification")
+    if export.library == "transformers":
+        module, _, name = architecture.rpartition(".")
         needed = f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
-        revision = f', revision="{self.revision}"' if self.revision else ""
-        code = [
-            f"from {module or 'transformers'} import {name}",
-            "",
-            f'model = {name}.from_pretrained("{self.repo_id}"{revision}).eval()',
-        ]
-        images = "An image processor is no part of it: prepare the images as for its training."
-        return "\n".join(["## Use", "", needed, "", "```python", *code, "```", "", images])
+        kind = f"A `{architecture}` of Hugging Face transformers{_purpose(config, classifies)}."
+        use = _TRANSFORMERS_USE.format(needed=needed, module=module or "transformers", name=name, **place)
+        tags = ["image-classification"] if classifies else []
+    else:
+        kind = f"The state dict of a `{architecture}`."
+        use = _STATE_DICT_USE.format(architecture=architecture, **place)
+        tags = [] if config["library"] == export.library else [config["library"]]
+    return Facts(
+        library=export.library,
+        architecture=architecture,
+        kind=kind,
+        use=use,
+        sizes={"this model": export.parameters},
+        tags=tags,
+        task="image-classification" if classifies else None,
+        license=config.get("license"),
+    )
 
 
-class StateDictCard(ForeignCard):
-    """The card of the state dict of any other module."""
+def _purpose(config: dict[str, Any], classifies: bool) -> str:
+    size = config.get("image_size")
+    sides = size if isinstance(size, list) else [size, size]
+    known = [f"images of {'x'.join(map(str, sides))} pixels"] if size else []
+    if classifies:
+        known.append(f"{len(config.get('id2label', 'ab'))} classes")  # two are transformers' default
+    return f" for {' and '.join(known)}" if known else ""
 
-    @property
-    def _tags(self) -> list[str]:
-        return [] if self.config["library"] == self._library else [self.config["library"]]
 
-    @property
-    def _task(self) -> None:
+def card(facts: Facts, history: History, statements: Statements, destination: Destination) -> str:
+    """Return the text of a model card.
+
+    Args:
+        facts: of the model that is published.
+        history: where the weights came from.
+        statements: of the publisher; they replace the history's.
+        destination: repository of the model.
+    """
+    experts = facts.experts or history.experts
+    method = None if facts.experts else history.method  # by which one network was made of the experts
+    is_what_was_measured = experts is None or method is None or (experts.mean and method == "average")
+    metrics = statements.metrics or (history.metrics if is_what_was_measured else {})
+    dataset = statements.dataset or history.dataset
+    images = statements.dataset if statements.metrics else dataset or "validation images of the training run"
+    text = _CARD.format(
+        metadata=_metadata(facts, history, destination, metrics, images, _dataset_id(history, statements)),
+        title=destination.title,
+        model=_model(facts, experts, method, is_what_was_measured),
+        use=facts.use,
+        training=_training(history, dataset),
+        results=_results(history, metrics, images, stated=bool(statements.metrics)),
+        license=_license(facts, history, stated=bool(statements.license)),
+        citation=_citation(facts, experts, method),
+    )
+    return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
+
+
+def _dataset_id(history: History, statements: Statements) -> str | None:
+    """Return the name of the data set on the Hub, if it is one."""
+    dataset = statements.dataset or (history.dataset if history.dataset_on_hub else None)
+    try:
+        validate_repo_id(dataset or "")
+    except ValueError:
         return None
+    return dataset
 
-    @property
-    def _kind(self) -> str:
-        return f"The state dict of a `{self._architecture}`."
 
-    def _use(self) -> str:
-        revision = f', revision="{self.revision}"' if self.revision else ""
-        code = [
-            "from huggingface_hub import hf_hub_download",
-            "from safetensors.torch import load_file",
-            "",
-            f'file = hf_hub_download("{self.repo_id}", "model.safetensors"{revision})',
-            "model.load_state_dict(load_file(file))",
-        ]
-        needed = f"Make a `{self._architecture}` with the arguments of its training, `model`, and load the weights:"
-        return "\n".join(["## Use", "", needed, "", "```python", *code, "```"])
+def _metadata(
+    facts: Facts,
+    history: History,
+    destination: Destination,
+    metrics: dict[str, float],
+    images: str | None,
+    dataset_id: str | None,
+) -> str:
+    results = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=dataset_id or "imagefolder",
+            dataset_name=images or "not stated",
+            metric_type=METRICS.get(name, (name, name))[1],
+            metric_name=METRICS.get(name, (name, name))[0],
+            metric_value=value,
+        )
+        for name, value in metrics.items()
+    ]
+    return ModelCardData(
+        tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
+        pipeline_tag=facts.task,
+        library_name=facts.library,
+        license=facts.license,
+        base_model=history.base,
+        datasets=[dataset_id] if dataset_id else None,
+        model_name=destination.title,
+        eval_results=results or None,
+    ).to_yaml()
+
+
+def _model(facts: Facts, experts: Experts | None, method: str | None, is_what_was_measured: bool) -> str:
+    lines, sizes = [facts.kind], dict(facts.sizes)
+    if experts is not None:
+        lines += ["", _of_experts(experts, method)]
+        if not facts.experts:
+            sizes["in training, with experts"] = experts.parameters
+    if not is_what_was_measured:
+        lines.append(
+            "In training the experts themselves were evaluated: this dense model is another function than theirs."
+        )
+    return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in sizes.items()})])
 
 
 def _of_experts(experts: Experts, method: str | None) -> str:
-    """One sentence on them."""
     where = f"in each of {experts.layers} layers" if experts.layers > 1 else "in one layer"
     held = f"{experts.experts} experts {where}" + (" and a shared one" if experts.shared else "")
     if method is None:
@@ -416,29 +247,49 @@ def _of_experts(experts: Experts, method: str | None) -> str:
     return f"It was trained as `{name}` with {held}, of which one network was made (`{public(method)}`)."
 
 
-def _papers(experts: Experts, method: str | None) -> list[str]:
-    """The papers of a model's kind, of its averaging and of how it was made dense; of fused ones the text names it."""
-    if experts.fused and not experts.averaged:
-        return _family_papers(experts.model)
-    found = _family_papers(experts.model)
-    averaged = ["EWA"] if experts.averaged else []
-    gathered = ["OneS"] if method not in (None, "average") else []
-    return list(dict.fromkeys([*found, *averaged, *gathered])) or ["V-MoE"]
+def _training(history: History, dataset: str | None) -> str:
+    if history.file is None:
+        return ""
+    text = f"From `{public(history.file)}`{' (its EMA weights)' if history.ema else ''}"
+    if not history.options:
+        return f"{text}."
+    text += ", which timm's train.py wrote"
+    if history.epoch is not None:
+        text += f" after epoch {history.epoch} (from 0)"
+    start = history.base or history.start
+    if start:
+        text += f"; it began from the weights of `{public(start)}`"
+    options = {**history.options, **({"dataset": dataset} if dataset else {})}
+    shown = {public(name): f"`{public(value)}`" for name, value in options.items()}
+    return f"{text}.\n\n{_table(('option', 'value'), shown)}"
 
 
-def _family_papers(name: str) -> list[str]:
-    return next((papers for prefix, papers in _FAMILIES.items() if name.startswith(prefix)), [])
+def _results(history: History, metrics: dict[str, float], images: str | None, stated: bool) -> str:
+    if not metrics:
+        absent = "None: what was measured in training belongs to the expert model, not to this dense one."
+        return absent if history.metrics else ""
+    where = "Stated by the publisher" if stated else "Measured by train.py after that epoch"
+    on = f" on {images}" if images else ""
+    rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in metrics.items()}
+    return f"{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
 
 
-def _bibtex(paper: Publication) -> str:
-    key = f"{paper.author.split(',')[0].lower()}{paper.year}"
-    fields = {
-        "title": paper.title,
-        "author": f"{paper.author} and others",
-        "journal": f"arXiv:{paper.arxiv}",
-        "year": paper.year,
-    }
-    return "\n".join([f"@article{{{key},", *(f"  {name}={{{value}}}," for name, value in fields.items()), "}"])
+def _license(facts: Facts, history: History, stated: bool) -> str:
+    if not facts.license:
+        return "Not stated: ask the publisher before you use the weights."
+    origin = ", that of the pretrained weights." if history.base else ", as its config.json states."
+    return public(facts.license) + ("" if stated else origin)
+
+
+def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:
+    """Cite the papers of a model's family, its averaging and its method; the text names the paper of fused experts."""
+    papers = papers_of(facts.architecture if experts is None else experts.model)
+    if experts is not None and not (experts.fused and not experts.averaged):
+        averaged = ["EWA"] if experts.averaged else []
+        gathered = ["OneS"] if method not in (None, "average") else []
+        papers = list(dict.fromkeys([*papers, *averaged, *gathered])) or ["V-MoE"]
+    entries = [PUBLICATIONS[name].bibtex() for name in papers]
+    return "\n".join(["```bibtex", *entries, "```"]) if entries else ""
 
 
 def _table(head: tuple[str, str], rows: dict[str, str]) -> str:

@@ -1,7 +1,7 @@
-"""How a model is written to a folder and read from it again: as timm, as transformers, or as its own class does.
+"""Layouts of a model's folder: timm's, that of Hugging Face transformers, or a state dict of the model's own class.
 
-A format is told what goes into config.json, then asked for images, to write a model, and to read it. What it reads is
-the written model bit for bit, or it raises.
+``write`` puts the files of a model into an empty folder, ``read`` loads them in eval mode. Both raise ValueError: if
+something in the model cannot be written, or if a tensor that was read differs from the written one.
 """
 
 import copy
@@ -10,8 +10,9 @@ import pickle
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import timm
 import torch
@@ -24,103 +25,56 @@ from ..checkpoints.quick_init import quick_init
 from ..checkpoints.source import first_problem
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 
-#: What a model is made of; without its config.json the weights mean nothing.
+#: Files of a model; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")
 
 
-class Format(Protocol):
-    """A layout of a model's folder.
+@dataclass
+class TimmFormat:
+    """Layout that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
     Attributes:
-        library: whose it is.
+        entries: of config.json, beside timm's own.
+        model_args: arguments of ``timm.create_model``, beside the arguments that timm has recorded.
+        loader: name of the reader for error messages.
     """
 
-    library: str
-
-    def image_shape(self, model: nn.Module) -> tuple[int, ...] | None:
-        """(channels, height, width) of the images that a model takes, or None if it does not say."""
-
-    def write(self, model: nn.Module, folder: Path) -> None:
-        """Write the files of a model, which is the exporter's own copy, to an empty folder.
-
-        Raises:
-            ValueError: if something in the model cannot be written.
-        """
-
-    def read(self, folder: Path) -> nn.Module:
-        """The model that was written last, from its files alone, in eval mode.
-
-        Raises:
-            ValueError: if that fails, or a tensor is another than in the model that was written.
-        """
-
-    def architecture(self, model: nn.Module) -> str:
-        """The name by which the library knows it."""
-
-
-class TimmFormat:
-    """What ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
-
-    Args:
-        model_args: arguments of ``timm.create_model``, beside those that timm has recorded.
-        entries: of config.json, beside those that timm makes.
-    """
-
+    entries: dict[str, Any]
+    model_args: dict[str, Any]
+    loader: str
     library = "timm"
 
-    def __init__(self, model_args: dict[str, Any] | None, entries: dict[str, Any]):
-        self.model_args, self.entries = model_args, entries
-
-    def image_shape(self, model: nn.Module) -> tuple[int, ...]:
-        return tuple(get_pretrained_cfg(model)["input_size"])
-
     def write(self, model: nn.Module, folder: Path) -> None:
-        args = {**_recorded_args(model), **(self.model_args or {})}
+        if hasattr(timm.models, "get_model_args"):  # it knows later changes, too
+            args = timm.models.get_model_args(model)
+        else:  # older versions of timm; this package records them
+            args = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
+        args.update(self.model_args)
         handle = model.register_state_dict_post_hook(_copy_repeated)
         try:
             save_for_hf(model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
             config = json.loads((folder / "config.json").read_text())
-            state_classes_once(config)
+            drop_second_num_classes(config)
             _write_config(folder, config)
-        except (TypeError, ValueError) as error:  # json
+        except (TypeError, ValueError) as error:  # of json
             raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
         finally:
             handle.remove()
 
     def read(self, folder: Path) -> nn.Module:
-        return load_exactly(folder, "Stock timm")
-
-    def architecture(self, model: nn.Module) -> str:
-        return get_pretrained_cfg(model)["architecture"]
+        return load_checked(folder, self.loader)
 
 
+@dataclass
 class TransformersFormat:
-    """What ``from_pretrained`` of a class of Hugging Face transformers reads.
+    """Layout that ``from_pretrained`` of a class of Hugging Face transformers reads."""
 
-    Args:
-        entries: of config.json, beside those of the model's config.
-    """
-
+    entries: dict[str, Any]
     library = "transformers"
-
-    def __init__(self, entries: dict[str, Any]):
-        self.entries = entries
-
-    def image_shape(self, model: Any) -> tuple[int, ...] | None:
-        if model.main_input_name != "pixel_values":
-            return None
-        for config in (model.config, getattr(model.config, "vision_config", None)):
-            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-            if size and channels:
-                return channels, *((size, size) if isinstance(size, int) else size)
-        return None
 
     def write(self, model: Any, folder: Path) -> None:
         self.written = model
-        try:
-            model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{type(model).__name__}.save_pretrained fails: {first_problem(error)}") from error
+        model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
         _write_config(folder, {**json.loads((folder / "config.json").read_text()), **self.entries})
 
     def read(self, folder: Path) -> nn.Module:
@@ -132,29 +86,16 @@ class TransformersFormat:
         _require_equal(self.written.state_dict(), model.state_dict(), loader)
         return model
 
-    def architecture(self, model: nn.Module) -> str:
-        """Name of the class; with that of its module if it is not one of transformers."""
-        path = class_path(model)
-        return path.rpartition(".")[2] if path.startswith("transformers.") else path
 
-
+@dataclass
 class StateDictFormat:
-    """What ``model.load_state_dict(load_file("FOLDER/model.safetensors"))`` reads, by the model's own names.
+    """Layout that ``model.load_state_dict(load_file("FOLDER/model.safetensors"))`` reads.
 
-    Its config.json states the class in words that neither timm nor transformers takes for a model of its own.
-
-    Args:
-        entries: of config.json, beside the class.
+    Its config.json names the class in words that neither timm nor transformers takes for a model of its own.
     """
 
+    entries: dict[str, Any]
     library = "pytorch"
-
-    def __init__(self, entries: dict[str, Any]):
-        self.entries = entries
-
-    def image_shape(self, model: nn.Module) -> tuple[int, ...] | None:
-        size = getattr(model, "image_size", None)  # of torchvision's VisionTransformer
-        return (3, size, size) if type(size) is int else None
 
     def write(self, model: nn.Module, folder: Path) -> None:
         self.written = model
@@ -168,7 +109,7 @@ class StateDictFormat:
         _copy_repeated(model, state_dict, "", None)
         tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        path = class_path(model)
+        path = architecture_of(model)
         library = "torchvision" if path.startswith("torchvision.") else self.library
         # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
         stated = {"architecture": f"class {path}", "model_type": "state_dict", "library": library}
@@ -178,39 +119,36 @@ class StateDictFormat:
         tensors = load_file(folder / "model.safetensors")
         _require_equal(self.written.state_dict(), tensors, "safetensors")
         model = copy.deepcopy(self.written)
-        try:
-            model.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{type(model).__name__}.load_state_dict does not take the model's own state dict: "
-                f"{first_problem(error)}"
-            ) from error
+        model.load_state_dict(tensors)
         return model.eval()
 
-    def architecture(self, model: nn.Module) -> str:
-        return class_path(model)
+
+Format = TimmFormat | TransformersFormat | StateDictFormat
 
 
 def is_of_timm(model: nn.Module) -> bool:
-    """Whether ``timm.create_model`` made it."""
+    """Return whether ``timm.create_model`` made a model."""
     return hasattr(model, "pretrained_cfg")
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether it has transformers' ``save_pretrained``; transformers is not imported to find out."""
+    """Return whether a model has transformers' ``save_pretrained``, without importing transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def class_path(model: nn.Module) -> str:
-    """Module and name of a model's class."""
-    return f"{type(model).__module__}.{type(model).__qualname__}"
+def architecture_of(model: nn.Module) -> str:
+    """Return timm's name of a model, or its class with the module; of transformers' own classes the name alone."""
+    if is_of_timm(model):
+        return get_pretrained_cfg(model)["architecture"]
+    module, name = type(model).__module__, type(model).__qualname__
+    return name if is_of_transformers(model) and module.startswith("transformers.") else f"{module}.{name}"
 
 
 def timm_model_in(model: nn.Module) -> nn.Module:
-    """The model of timm that transformers' TimmWrapper holds, with the wrapper's preprocessing and names of classes.
+    """Take the model of timm out of transformers' TimmWrapper, with the wrapper's preprocessing and class names.
 
-    Any other model is returned as it is.
+    Any other model is returned unchanged.
     """
     if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
         return model
@@ -225,24 +163,37 @@ def timm_model_in(model: nn.Module) -> nn.Module:
     return inner
 
 
-def state_classes_once(config: dict[str, Any]) -> None:
-    """Move the number of classes from the arguments in a config.json to where timm looks if these are silent.
-
-    transformers hands on both, and fails on the second.
-    """
+def drop_second_num_classes(config: dict[str, Any]) -> None:
+    """Move ``num_classes`` out of the ``model_args`` of a config.json; transformers rejects the duplicate."""
     args = config.get("model_args") or {}
     if "num_classes" in args:
         config["num_classes"] = args.pop("num_classes")
 
 
-def load_exactly(folder: Path, loader: str) -> nn.Module:
-    """The model that timm makes of a folder, in eval mode, with the tensors of its file bit for bit.
+def load_checked(folder: Path, loader: str) -> nn.Module:
+    """Load a folder with timm, in eval mode, and compare the model's tensors with the file's bit for bit.
+
+    Args:
+        folder: with config.json and model.safetensors.
+        loader: name of the reader for error messages.
 
     Raises:
-        ValueError: if it cannot be loaded, or timm had to change a tensor for it to fit; ``loader`` says who cannot.
+        ValueError: if the folder cannot be loaded, or timm had to change a tensor for it to fit.
         RuntimeError: if this version of timm cannot read the file.
     """
-    model = _load(folder, loader)
+    try:
+        with quick_init():
+            model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except pickle.UnpicklingError as error:  # timm below 1.0.26 reads every file by torch.load
+        raise RuntimeError(
+            f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
+            "timm 1.0.26 and later can."
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
+            f"them in model_args. timm says: {first_problem(error)}"
+        ) from error
     with safe_open(folder / "model.safetensors", "pt") as file:
         saved = set(file.keys())
         for name, tensor in model.state_dict().items():
@@ -254,31 +205,15 @@ def load_exactly(folder: Path, loader: str) -> nn.Module:
     return model
 
 
-def _load(folder: Path, loader: str) -> nn.Module:
-    try:
-        with quick_init():
-            return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except pickle.UnpicklingError as error:  # timm below 1.0.26 reads the file by torch.load, whatever it is
-        raise RuntimeError(
-            f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
-            "timm 1.0.26 and later can."
-        ) from error
-    except Exception as error:
-        raise ValueError(
-            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
-            f"them in model_args. timm says: {first_problem(error)}"
-        ) from error
-
-
 def equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape and values."""
+    """Return whether two tensors have the same shape and values; NaN equals NaN."""
     if torch.equal(a, b):  # a fifth of the time
         return True
     return a.is_floating_point() and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], loader: str) -> None:
-    """Raise ValueError unless what was read has the names and values that were written; a wider type may hold them."""
+    """Raise ValueError unless a reader returns the names and values that were written, perhaps in a wider type."""
     for name in read.keys() - written.keys():
         raise ValueError(f"{loader} gives the model a tensor {name} that it did not have.")
     for name, tensor in written.items():
@@ -290,24 +225,17 @@ def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], lo
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write config.json, and give the other files its mode: safetensors closes its own to other users."""
+    """Write config.json and give the other files its mode: safetensors closes its files to other users."""
     (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
     for file in folder.iterdir():
         shutil.copymode(folder / "config.json", file)
 
 
 def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Give what stands under several names, as in CoaT, under each a copy of its own: safetensors takes no other."""
+    """Copy a tensor that has several names, as in CoaT, for each of them: safetensors refuses shared memory."""
     seen: set[int] = set()
     for name, tensor in state_dict.items():
         memory = tensor.untyped_storage().data_ptr()
         if memory in seen:
             state_dict[name] = tensor.clone()
         seen.add(memory)
-
-
-def _recorded_args(model: nn.Module) -> dict[str, Any]:
-    """What timm, or this package for an older timm, noted down of a model's creation."""
-    if hasattr(timm.models, "get_model_args"):  # it knows, too, what has changed since
-        return timm.models.get_model_args(model)
-    return {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}

@@ -1,4 +1,4 @@
-"""After training: what is known of how weights came to be, kept in the config.json beside them."""
+"""The origin and training of weights, as far as they are known; recorded in the config.json beside them."""
 
 import csv
 import json
@@ -11,12 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 from torch import nn
 
 from ..checkpoints.source import describe, read_checkpoint
-from ..convert.blocks import moe_layers, sharing
+from ..convert.blocks import moe_layers, share_rate_and_schedule
 from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg
 
-#: The entry of config.json that holds it: timm and the Hub pass it over, transformers hands it on.
+#: Entry of config.json that holds the history; timm and the Hub ignore it, transformers keeps it.
 ENTRY = "timm_moe"
 #: Options of train.py that are kept where they are set. None of them is a path.
 _TRAINING_OPTIONS = (
@@ -24,7 +24,7 @@ _TRAINING_OPTIONS = (
     *("layer_decay", "sched", "warmup_epochs", "min_lr", "smoothing", "mixup", "cutmix", "aa", "reprob", "drop"),
     *("drop_path", "bce_loss", "jsd_loss", "amp", "model_ema", "kd_model_name", "seed"),
 )
-#: Those that say nothing unless another one is set.
+#: Options that mean nothing unless another one is set.
 _DEPENDENT_OPTIONS = {
     "amp": ("amp_dtype",),
     "model_ema": ("model_ema_decay",),
@@ -32,24 +32,20 @@ _DEPENDENT_OPTIONS = {
         *("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight"),
     ),
 }
-#: What ``--dataset`` begins with where the name is one on the Hub.
+#: Prefixes of ``--dataset`` before a name on the Hub.
 _HUB_READERS = ("hfds", "hfids")
-#: Values of options that are not used.
-_UNSET: tuple[Any, ...] = (None, False, "")
 #: Columns of summary.csv: name for people, type for the Hub.
 METRICS = {
     "top1": ("top-1 accuracy (%)", "accuracy"),
     "top5": ("top-5 accuracy (%)", "top_5_accuracy"),
     "loss": ("loss", "loss"),
 }
-
-
 #: ``user/name``, or a name without an owner.
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class _Record:
-    """What may come from a file of somebody else."""
+    """Base of records that may come from somebody else's file: every value must have its field's type."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -59,12 +55,11 @@ class _Record:
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
+        of_name, of_part = get_args(kind)
         return isinstance(value, dict) and all(
-            _fits(part, wanted) for pair in value.items() for part, wanted in zip(pair, get_args(kind), strict=True)
+            _fits(name, of_name) and _fits(part, of_part) for name, part in value.items()
         )
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    return isinstance(value, kind)
+    return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -74,13 +69,12 @@ class Experts(_Record):
     Attributes:
         model: name of the expert model.
         layers: number of its expert layers.
-        experts: in each of them.
+        experts: number of experts in each layer.
         shared: whether there is a shared expert beside them.
         averaged: whether they were averaged in training.
-        mean: whether in evaluation the model computes what one network made of its experts does, the mean or the fused
-            one.
+        mean: whether the model in eval mode computes the same as the network made of its experts.
         parameters: of the whole model.
-        fused: whether learned weights fuse them.
+        fused: whether learned weights fuse the experts.
     """
 
     model: str
@@ -100,8 +94,8 @@ class Experts(_Record):
             layers=len(layers),
             experts=layers[0].num_experts,
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
-            averaged=any(isinstance(layer, EwaMlp) or bool(sharing(layer)[0]) for layer in layers),
-            mean=all(layer.deploys_dense and getattr(layer, "eval_mode", "average") == "average" for layer in layers),
+            averaged=any(isinstance(layer, EwaMlp) or bool(share_rate_and_schedule(layer)[0]) for layer in layers),
+            mean=all(layer.deploys_dense for layer in layers),
             parameters=parameters(model),
             fused=all(layer.fused for layer in layers),
         )
@@ -109,23 +103,23 @@ class Experts(_Record):
 
 @dataclass(frozen=True)
 class History(_Record):
-    """Where weights came from, as far as it is known, in words that may be published: no paths.
+    """Origin and training of weights, in words that may be published: no paths.
 
     Attributes:
         file: name of the checkpoint or folder, or ``hf-hub:`` name; None for a model in memory.
-        options: train.py's, those that tell something; none if it did not write the file.
+        options: options of train.py, if it wrote the file.
         epoch: number of the last epoch, from 0.
-        ema: these are the EMA weights.
-        metrics: what train.py measured on these weights, from its ``summary.csv``.
+        ema: whether these are the EMA weights.
+        metrics: results of these weights from train.py's ``summary.csv``.
         base: name on the Hub of the pretrained weights that training began from.
-        start: what else training began from: a file, or the folder of a gathered student.
-        dataset: name that train.py was given for what is no folder of images.
+        start: other weights that training began from: a file, or the folder of a gathered student.
+        dataset: name of the data set for train.py, unless it is a folder of images.
         dataset_on_hub: whether that is a name on the Hub.
-        experts: those that the dense model was made of.
-        method: how.
+        experts: experts that the dense model was made of.
+        method: method by which it was made.
 
     Raises:
-        ValueError: if a value is none of these.
+        ValueError: if a value is impossible.
     """
 
     file: str | None = None
@@ -149,18 +143,18 @@ class History(_Record):
             raise ValueError(f"{name[:50]!r} is no metric of train.py")
 
     def to_config(self) -> dict[str, Any]:
-        """What :func:`recorded_history` reads, without what is not known."""
+        """Return the known values, for :func:`recorded_history`."""
         unknown = asdict(History())
         return {name: value for name, value in asdict(self).items() if value != unknown[name]}
 
 
 def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool = False) -> History:
-    """What a source tells about its training: all there is if train.py wrote it, or if it was exported from that.
+    """Find the history of a source: all of it if train.py wrote the file, or if it was exported from such a file.
 
     Args:
         source: as for :func:`timm_moe.checkpoints.source.load_source`.
-        model: what that made of it.
-        use_ema: these are the EMA weights of a train.py checkpoint.
+        model: the model that was loaded from it.
+        use_ema: whether these are the EMA weights of a train.py checkpoint.
 
     Raises:
         ValueError: as :func:`recorded_history`.
@@ -172,35 +166,19 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
     path = Path(str(source).removeprefix("local-dir:"))
     if path.is_dir():
         return recorded_history(path)
-    if path.suffix == ".safetensors":  # which holds nothing but weights
+    if path.suffix == ".safetensors":  # it holds nothing but weights
         return History(public(path))
     checkpoint = read_checkpoint(path)
     if not hasattr(checkpoint.get("args"), "model"):
         return History(public(path), ema=use_ema)
-    args = vars(checkpoint["args"])
-    epoch = checkpoint.get("epoch")
-    measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
-    dataset, on_hub = _dataset(args)
-    base = _base(args, model)
-    start = None if base else _start(args)
-    return History(
-        file=public(path),
-        options={name: public(value) for name, value in _options(args, dataset).items() if value not in _UNSET},
-        epoch=epoch if isinstance(epoch, int) else None,
-        ema=use_ema,
-        metrics=_summary(path, checkpoint) if measured_ema == use_ema else {},
-        base=base,
-        start=public(start) if start else None,
-        dataset=dataset,
-        dataset_on_hub=on_hub,
-    )
+    return _history_of_run(path, checkpoint, model, use_ema)
 
 
 def recorded_history(folder: Path) -> History:
-    """What the config.json of a folder tells; where it tells nothing, the folder's name.
+    """Read the history in the config.json of a folder; without an entry it is the folder's name.
 
     Raises:
-        ValueError: if that is damaged.
+        ValueError: if the entry is damaged.
     """
     record = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(ENTRY)
     if record is None:
@@ -215,38 +193,41 @@ def recorded_history(folder: Path) -> History:
         ) from error
 
 
-def _base(args: dict[str, Any], model: nn.Module) -> str | None:
-    replaced = args.get("pretrained_path") or args.get("initial_checkpoint")
-    name = get_pretrained_cfg(model).get("hf_hub_id")
-    return name if args.get("pretrained") and not replaced and name and _HUB_NAME.fullmatch(name) else None
-
-
-def _start(args: dict[str, Any]) -> Any:
-    name = str(args.get("model"))
-    folder = name if name.startswith(("local-dir:", "hf-hub:")) else None
-    return args.get("initial_checkpoint") or args.get("pretrained_path") or folder
-
-
-def _dataset(args: dict[str, Any]) -> tuple[str | None, bool]:
-    """The name that train.py was given for what is no folder of images, and whether it is one on the Hub."""
-    kind, _, name = " ".join(str(args.get("dataset") or "").split()).partition("/")
-    if kind not in (*_HUB_READERS, "tfds", "torch") or not _HUB_NAME.fullmatch(name):  # a path
-        return None, False
-    return name, kind in _HUB_READERS
-
-
-def _options(args: dict[str, Any], dataset: str | None) -> dict[str, Any]:
+def _history_of_run(path: Path, checkpoint: dict[str, Any], model: nn.Module, use_ema: bool) -> History:
+    """Read the history in a checkpoint of train.py and the summary.csv beside it."""
+    args = vars(checkpoint["args"])
+    name, epoch = str(args["model"]), checkpoint.get("epoch")
+    described = name if name.startswith(("local-dir:", "hf-hub:")) else None
+    replaced = args.get("initial_checkpoint") or args.get("pretrained_path")
+    base = get_pretrained_cfg(model).get("hf_hub_id")
+    if not args.get("pretrained") or replaced or not _HUB_NAME.fullmatch(base or ""):
+        base = None
+    start = None if base else replaced or described
+    reader, _, dataset = " ".join(str(args.get("dataset") or "").split()).partition("/")
+    is_named = reader in (*_HUB_READERS, "tfds", "torch") and bool(_HUB_NAME.fullmatch(dataset))  # and no path
     dependent = [name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names]
-    return {
+    options = {
         "model": args["model"],
         **{f"model option {public(name)}": value for name, value in (args.get("model_kwargs") or {}).items()},
-        "dataset": dataset,
+        "dataset": dataset if is_named else None,
         **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
     }
+    measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
+    return History(
+        file=public(path),
+        options={name: public(value) for name, value in options.items() if value not in (None, False, "")},
+        epoch=epoch if isinstance(epoch, int) else None,
+        ema=use_ema,
+        metrics=_summary(path, checkpoint) if measured_ema == use_ema else {},
+        base=base,
+        start=public(start) if start else None,
+        dataset=dataset if is_named else None,
+        dataset_on_hub=is_named and reader in _HUB_READERS,
+    )
 
 
 def _summary(path: Path, checkpoint: dict[str, Any]) -> dict[str, int | float]:
-    """Metrics in the row of summary.csv that was written with this checkpoint; none if there is no such row."""
+    """Read the metrics in the row of summary.csv that was written with this checkpoint, if there is one."""
     measured = f"eval_{getattr(checkpoint['args'], 'eval_metric', None)}"
     try:
         with open(path.parent / "summary.csv", newline="") as file:
@@ -262,7 +243,7 @@ def _summary(path: Path, checkpoint: dict[str, Any]) -> dict[str, int | float]:
 
 
 def public(value: Any) -> str:
-    """A value on one line of Markdown; of what looks like a path only its last part."""
+    """Write a value on one line of Markdown; only the last part of a path appears."""
     if isinstance(value, dict):
         return ", ".join(f"{public(name)}={public(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,12 +1,12 @@
-"""After training: a checked model on the Hugging Face Hub, in one commit."""
+"""Upload of a checked model to the Hugging Face Hub, in one commit."""
 
 import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from huggingface_hub.utils import (
     enable_progress_bars,
     get_session,
     hf_raise_for_status,
-    validate_repo_id,
 )
 from torch import nn
 
@@ -33,59 +32,30 @@ from ..checkpoints.source import ModelSpec, describe, load_source
 from ..convert.blocks import moe_layers
 from ..files import scratch_folder
 from ..version import __version__
-from .card import Card, StateDictCard, Statements, TimmCard, TransformersCard
-from .export import Export, export_dense, export_moe, stated_labels
-from .formats import load_exactly, state_classes_once
+from .card import card, foreign_facts, timm_facts
+from .export import export_dense, export_moe, stated_labels
+from .formats import drop_second_num_classes, load_checked
 from .history import History, recorded_history
+from .options import Destination, ModelOptions, Statements, grouped
 
 _logger = logging.getLogger(__name__)
 
 #: Seconds until the Hub must have answered the first request.
 TIMEOUT = 10
-#: What a repository is made of; other files of a folder stay where they are.
+#: Files of a repository; other files of a pushed folder are not uploaded.
 _FILES = ("config.json", "model.safetensors", "README.md")
 
 
 @dataclass(frozen=True)
-class Destination:
-    """Where a model goes.
-
-    Attributes:
-        repo_id: ``user/name``.
-        private: make the repository a private one.
-        revision: branch, made if it is not there; main by default.
-        create_pr: open a pull request instead of committing to the branch.
-
-    Raises:
-        ValueError: if that is no name of a repository or branch.
-    """
-
-    repo_id: str
-    private: bool = False
-    revision: str | None = None
-    create_pr: bool = False
-
-    def __post_init__(self) -> None:
-        try:
-            validate_repo_id(self.repo_id)
-        except ValueError as error:
-            raise ValueError(f"{self.repo_id!r} is no name of a repository: {describe(error)}") from error
-        if self.repo_id.count("/") != 1:
-            raise ValueError(f"A repository is named user/name, got {self.repo_id!r}.")
-        if self.revision is not None and not re.fullmatch(r"\w[\w./-]*", self.revision):
-            raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
-
-
-@dataclass(frozen=True)
 class Push:
-    """What a push uploaded, or would upload.
+    """Result of a push or a dry run.
 
     Attributes:
-        repo_url: where the repository is, or would be.
+        repo_url: address of the repository.
         repo_id: ``user/name``.
         files: size of each file in bytes.
         card: text of README.md.
-        url: of the commit or pull request; None after a dry run, and where the Hub had these very files already.
+        url: of the commit or pull request; None after a dry run, and where the Hub had the same files already.
         revision: to load it from, where that is not main.
     """
 
@@ -98,8 +68,8 @@ class Push:
 
     @property
     def model_name(self) -> str:
-        """What ``timm.create_model`` takes, if the model is one of timm's."""
-        return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+        """Name for ``timm.create_model``, if the model is one of timm's."""
+        return Destination(self.repo_id, revision=self.revision).model_name
 
 
 def push_dense(
@@ -109,173 +79,126 @@ def push_dense(
     *,
     method: str = "average",
     svd_ratio: float | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    dry_run: bool = False,
-    spec: ModelSpec | None = None,
-    model_args: dict[str, Any] | None = None,
-    use_ema: bool = False,
-    license: str | None = None,
-    dataset: str | None = None,
-    metrics: dict[str, float] | None = None,
-    label_names: Sequence[str] | None = None,
-    label_descriptions: Mapping[str, str] | None = None,
-    example_inputs: Any = None,
+    **options: Any,
 ) -> Push:
     """Publish the dense form of an expert model for ``timm.create_model("hf-hub:user/name", pretrained=True)``.
 
     Weights, config.json and a model card go up in one commit, after :func:`timm_moe.export_dense` has checked the
-    model; until then nothing is sent but the question who is logged in. Models that timm did not make go up as that
-    function writes them, and their card says what loads them. The login is that of huggingface_hub: ``hf auth
-    login``, or ``HF_TOKEN`` in the environment.
+    model. Before that, only the login is asked for. Models that timm did not make are uploaded as that function writes
+    them, and their card shows how they are loaded. The login is that of huggingface_hub: ``hf auth login``, or
+    ``HF_TOKEN`` in the environment.
 
     Args:
         source: as for :func:`timm_moe.export_dense`; the folder of a dense model is published as by
             :func:`push_folder`.
-        repo_id: ``user/name``; the repository is created if it is not there.
+        repo_id: ``user/name``; the repository is created if it does not exist.
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
-        svd_ratio: likewise.
-        revision: branch to commit to, created if it is not there; main by default.
-        create_pr: open a pull request instead.
-        dry_run: do everything but upload; needs neither login nor network.
-        spec: model to create for a file that does not name it.
-        model_args: arguments of ``timm.create_model``, where the source does not tell them.
-        use_ema: publish the EMA weights of a train.py checkpoint.
-        license: for card and config.json, as the Hub abbreviates it; by default that of the pretrained weights training
-            began from.
-        dataset: for the card, the images it was trained on; by default what train.py was given by name.
-        metrics: for the card, results of the published model, as ``{"top1": 77.1}``; by default what train.py measured
-            on these weights, if they still are the same function.
-        label_names: as for :func:`timm_moe.export_dense`.
-        label_descriptions: likewise.
-        example_inputs: likewise.
+        svd_ratio: for ``method="svd"``, see there.
+        **options: of the commit: ``revision``, a branch that is created if it does not exist, ``create_pr``, open a
+            pull request instead, and ``dry_run``, do everything but upload, without login and network; see
+            :class:`timm_moe.export.Destination`. Of the card: ``license``, ``dataset`` and ``metrics``, as
+            ``{"top1": 77.1}``; see :class:`timm_moe.export.Statements`. By default the data set and the results
+            come from train.py, the results only if the published model computes the function that was measured. Of the
+            model: ``spec``, ``use_ema``, ``model_args``, ``example_inputs``, ``label_names`` and
+            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`.
 
     Raises:
-        ValueError: if an argument is wrong, the export fails, or the Hub finds the card faulty.
+        ValueError: if an option is wrong, the export fails, or the Hub rejects the card.
+        TypeError: if there is no option of a name.
         PermissionError: if nobody is logged in, or the Hub refuses the token, the repository or more storage.
         ConnectionError: if the Hub cannot be reached, breaks off or fails.
         OSError: if something cannot be read or written.
     """
-    destination, statements, api = _begin(repo_id, private, revision, create_pr, dry_run, license, dataset, metrics)
-    labels = Labels(label_names, label_descriptions)
+    order = _begin(repo_id, private, options)
     folder = folder_of(source)
     if folder is not None and method == "average":
-        refuse_options_of_files(folder, spec, use_ema)
-        model = load_source(folder)
+        model = _load_folder(folder, order)
         if not moe_layers(model):
-            return _publish_folder(folder, model, statements, labels, destination, api)
+            return _publish_folder(folder, model, order)
+        del model
     with scratch_folder("push") as temporary:
         made = temporary / "model"
-        options: dict[str, Any] = dict(spec=spec, model_args=model_args, use_ema=use_ema, license=license)
-        options |= dict(svd_ratio=svd_ratio, example_inputs=example_inputs)
-        export = export_dense(source, made, method, **options, **asdict(labels))
+        export = export_dense(source, made, method, svd_ratio=svd_ratio, **vars(order.settings))
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
-        card = _card(export, recorded_history(made), statements, destination)
-        return _publish(made, card, destination, api, [file.name for file in made.iterdir()])
+        if export.library == "timm":
+            text = _card_of_folder(made, recorded_history(made), order)
+        else:
+            config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+            facts = foreign_facts(export, config, order.destination)
+            text = card(facts, recorded_history(made), order.statements, order.destination)
+        return _publish(made, text, order, [file.name for file in made.iterdir()])
 
 
-def push_moe(
-    source: nn.Module | str | Path,
-    repo_id: str,
-    private: bool = False,
-    *,
-    revision: str | None = None,
-    create_pr: bool = False,
-    dry_run: bool = False,
-    spec: ModelSpec | None = None,
-    model_args: dict[str, Any] | None = None,
-    use_ema: bool = False,
-    license: str | None = None,
-    dataset: str | None = None,
-    metrics: dict[str, float] | None = None,
-    label_names: Sequence[str] | None = None,
-    label_descriptions: Mapping[str, str] | None = None,
-) -> Push:
+def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
     """Publish an expert model itself; loading it from the Hub needs this package.
 
-    What is uploaded gives the model back bit for bit: :func:`timm_moe.export.export_moe` checks it before.
+    The uploaded files give the model back bit for bit: :func:`timm_moe.export.export_moe` checks it before.
 
     Args:
         source: a model of a registered name, a train.py checkpoint, a safetensors file, or a folder, which is uploaded
-            as it is.
-
-    The other arguments and the errors are those of :func:`push_dense`.
+            unchanged.
+        repo_id: ``user/name``; the repository is created if it does not exist.
+        private: make the repository a private one.
+        **options: of :func:`push_dense`, whose errors are raised too.
     """
-    destination, statements, api = _begin(repo_id, private, revision, create_pr, dry_run, license, dataset, metrics)
-    labels = Labels(label_names, label_descriptions)
+    order = _begin(repo_id, private, options)
     folder = folder_of(source)
     if folder is not None:
-        refuse_options_of_files(folder, spec, use_ema)
-        model = load_source(folder)
+        model = _load_folder(folder, order)
         if not moe_layers(model):
             raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
-        return _publish_folder(folder, model, statements, labels, destination, api)
+        return _publish_folder(folder, model, order)
     with scratch_folder("push") as temporary:
-        made = temporary / "model"
-        options: dict[str, Any] = dict(spec=spec, use_ema=use_ema, license=license)
-        export_moe(source, made, model_args, **options, **asdict(labels))
-        return _publish(made, _timm_card(made, recorded_history(made), statements, destination), destination, api)
+        made = export_moe(source, temporary / "model", **vars(order.settings))
+        return _publish(made, _card_of_folder(made, recorded_history(made), order), order)
 
 
-def push_folder(
-    folder: str | Path,
-    repo_id: str,
-    private: bool = False,
-    *,
-    revision: str | None = None,
-    create_pr: bool = False,
-    dry_run: bool = False,
-    license: str | None = None,
-    dataset: str | None = None,
-    metrics: dict[str, float] | None = None,
-    label_names: Sequence[str] | None = None,
-    label_descriptions: Mapping[str, str] | None = None,
-) -> Push:
-    """Publish the folder of a model as it is, dense or with experts, with its own README.md if it has one.
+def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
+    """Publish the folder of a model unchanged, dense or with experts, with its own README.md if it has one.
 
-    Only config.json may change: it gets the licence and the classes that are stated here, and where its ``model_args``
-    repeat the number of classes, as timm writes it, this goes from there, since transformers fails on it.
+    Only config.json may change: it gets the licence and class names that are given here, and ``num_classes`` leaves its
+    ``model_args`` if it is there, since transformers rejects the duplicate.
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
-
-    The other arguments and the errors are those of :func:`push_dense`.
+        repo_id: ``user/name``; the repository is created if it does not exist.
+        private: make the repository a private one.
+        **options: of :func:`push_dense` for the commit, the card and the class names. Its errors are raised too.
     """
-    destination, statements, api = _begin(repo_id, private, revision, create_pr, dry_run, license, dataset, metrics)
-    labels = Labels(label_names, label_descriptions)
-    model = load_source(folder)
-    return _publish_folder(Path(str(folder).removeprefix("local-dir:")), model, statements, labels, destination, api)
+    order = _begin(repo_id, private, options)
+    return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
 
 
-def _begin(
-    repo_id: str,
-    private: bool,
-    revision: str | None,
-    create_pr: bool,
-    dry_run: bool,
-    license: str | None,
-    dataset: str | None,
-    metrics: dict[str, float] | None,
-) -> tuple[Destination, Statements, HfApi | None]:
-    """What every push is given, checked, and a client that is logged in, before any work is done."""
-    destination = Destination(repo_id, private, revision, create_pr)
-    statements = Statements(license, dataset, metrics or {})
-    return destination, statements, None if dry_run else _log_in()
+def folder_of(source: nn.Module | str | Path) -> Path | None:
+    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
+    if isinstance(source, nn.Module):
+        return None
+    path = Path(str(source).removeprefix("local-dir:"))
+    return path if path.is_dir() else None
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Names of the classes, as the publisher states them; see :func:`timm_moe.export_dense`."""
+class _Order:
+    """The checked options of a push, and a client that is logged in, or None for a dry run."""
 
-    label_names: Sequence[str] | None = None
-    label_descriptions: Mapping[str, str] | None = None
+    destination: Destination
+    statements: Statements
+    settings: ModelOptions
+    api: HfApi | None
+
+
+def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
+    """Check the options and the login, before any work is done."""
+    given = {"repo_id": repo_id, "private": private, **options}
+    destination, statements, settings = grouped(given, Destination, Statements, ModelOptions)
+    return _Order(destination, statements, settings, None if destination.dry_run else _log_in())
 
 
 @contextmanager
 def client_output() -> Iterator[None]:
-    """For the time of the block, what the Hub's client says comes once, and its bars on a terminal only."""
+    """Let the Hub's client log each line once, and show progress bars on a terminal only, for the time of the block."""
     logger = logging.getLogger("huggingface_hub")
     unstated = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
     hide = unstated and not sys.stderr.isatty()
@@ -290,35 +213,24 @@ def client_output() -> Iterator[None]:
             enable_progress_bars()
 
 
-def folder_of(source: nn.Module | str | Path) -> Path | None:
-    """The folder that a source is, as path or ``local-dir:`` name; None if it is something else."""
-    if isinstance(source, nn.Module):
-        return None
-    path = Path(str(source).removeprefix("local-dir:"))
-    return path if path.is_dir() else None
+# --- a folder and its card
 
 
-def refuse_options_of_files(folder: str | Path, spec: ModelSpec | None, use_ema: bool) -> None:
-    """Raise ValueError if something is asked of a folder that only a file could give."""
-    if use_ema or spec not in (None, ModelSpec()):
+def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
+    """Load the model of a folder; raise ValueError if an option is given that only a file can follow."""
+    if order.settings.use_ema or order.settings.spec not in (None, ModelSpec()):
         raise ValueError(
             f"The folder {folder} states its model and has one kind of weights: to change something, its preprocessing "
             "for one, export it to another folder and push that."
         )
+    return load_source(folder)
 
 
-def _publish_folder(
-    folder: Path,
-    model: nn.Module,
-    statements: Statements,
-    labels: Labels,
-    destination: Destination,
-    api: HfApi | None,
-) -> Push:
-    """As it is, but for what is stated anew."""
+def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
+    """Upload a folder unchanged, except for the licence and class names that the user states."""
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    if (folder / "README.md").is_file() and statements != Statements():
+    if (folder / "README.md").is_file() and order.statements:
         raise ValueError(
             f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
             "metrics there, or take the file away."
@@ -326,55 +238,47 @@ def _publish_folder(
     left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
     if left_out:
         _logger.info("Not uploaded: %s.", ", ".join(left_out))
-    stated = {} if labels == Labels() else stated_labels(model, labels.label_names, labels.label_descriptions)
+    settings = order.settings
+    has_labels = settings.label_names is not None or settings.label_descriptions is not None
+    labels = stated_labels(model, settings) if has_labels else {}
     with scratch_folder("push") as temporary:
-        made = _with_statements(folder, temporary / "model", statements.license, stated)
-        return _publish(made, _timm_card(made, recorded_history(folder), statements, destination), destination, api)
+        made = _with_statements(folder, temporary / "model", settings.license, labels)
+        return _publish(made, _card_of_folder(made, recorded_history(folder), order), order)
 
 
 def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
-    """The folder itself if its config.json states all this already, else one that differs in this alone."""
+    """Return the folder itself if its config.json has these entries, otherwise a copy that differs in them."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     config = {**json.loads(text), **labels}
-    state_classes_once(config)
+    drop_second_num_classes(config)
     if license is not None:
         config.get("pretrained_cfg", config)["license"] = license
     if config == json.loads(text):
         return folder
     made.mkdir()
-    for name in _FILES:
+    for name in ("model.safetensors", "README.md"):
         if (folder / name).is_file():
             (made / name).symlink_to((folder / name).absolute())
-    (made / "config.json").unlink()
     (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return made
 
 
-def _timm_card(folder: Path, history: History, statements: Statements, destination: Destination) -> Card:
-    """Of what is in a folder, once timm has loaded it bit for bit."""
-    model = load_exactly(folder, "timm")
-    return TimmCard(destination.repo_id, history, statements, destination.revision, published=model)
+def _card_of_folder(made: Path, history: History, order: _Order) -> str:
+    """Write the card of a folder that timm loads bit for bit."""
+    facts = timm_facts(load_checked(made, "timm"), order.destination)
+    return card(facts, history, order.statements, order.destination)
 
 
-def _card(export: Export, history: History, statements: Statements, destination: Destination) -> Card:
-    """Of what was exported, and so is checked already unless timm is to load it from this very folder."""
-    if export.library == "timm":
-        return _timm_card(export.path, history, statements, destination)
-    config = json.loads((export.path / "config.json").read_text(encoding="utf-8"))
-    cards = {"transformers": TransformersCard, "pytorch": StateDictCard}
-    return cards[export.library](
-        destination.repo_id, history, statements, destination.revision, export=export, config=config
-    )
+# --- the Hub
 
 
-def _publish(
-    folder: Path, card: Card, destination: Destination, api: HfApi | None, names: Sequence[str] = _FILES
-) -> Push:
-    """The files of these names that the folder holds, with a card where it has none."""
+def _publish(folder: Path, card: str, order: _Order, names: Sequence[str] = _FILES) -> Push:
+    """Upload the files of these names that a folder has, and the card unless it has a README.md."""
     files: dict[str, Path | bytes] = {name: folder / name for name in names if (folder / name).is_file()}
-    text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else str(card)
+    text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else card
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
+    destination, api = order.destination, order.api
     url, revision = None, destination.revision
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
@@ -385,7 +289,7 @@ def _publish(
 
 
 def _log_in() -> HfApi:
-    """A client of the Hub, once it has said that it knows the token; asked before any work is done."""
+    """Return a client of the Hub, after the Hub has accepted the token."""
     with _errors_in_a_sentence():
         token = get_token()
         if token is None:
@@ -403,9 +307,10 @@ def _log_in() -> HfApi:
 
 
 def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
-    """Make what is missing of repository and branch, then one commit; its URL and the revision to load.
+    """Create the repository and branch if they do not exist, then make one commit.
 
-    There is no URL where the revision had these files: then the client sends nothing.
+    Returns:
+        The commit's URL, None where the revision has these files already, and the revision to load.
     """
     repo_id, revision = destination.repo_id, destination.revision
     try:
@@ -439,28 +344,22 @@ def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[No
     try:
         yield
     except Exception as error:
-        explained = _explain(error, destination)
-        if explained is error:
+        # of the upload of a file
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        explained = _explained(cause if isinstance(cause, Exception) else error, destination)
+        if explained is None:
             raise
         raise explained from error
 
 
-def _explain(error: Exception, destination: Destination | None) -> Exception:
-    if isinstance(error, HfHubHTTPError):
-        return _refusal(error, destination)
-    if isinstance(error, (HTTPError, json.JSONDecodeError)):
-        return ConnectionError(
-            f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is made "
-            "whole or not at all, so try again once the network is there."
-        )
-    if isinstance(error, ValueError):
-        return ValueError(f"The Hub did not take it: {describe(error)}")
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # in the upload of a file
-        return _explain(error.__cause__, destination)
-    return error
-
-
-def _refusal(error: HfHubHTTPError, destination: Destination | None) -> Exception:
+def _explained(error: Exception, destination: Destination | None) -> Exception | None:
+    if not isinstance(error, HfHubHTTPError):
+        if isinstance(error, (HTTPError, json.JSONDecodeError)):
+            return ConnectionError(
+                f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is "
+                "made whole or not at all, so try again once the network is there."
+            )
+        return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
     status = error.response.status_code
     where = "this" if destination is None else destination.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")

@@ -1,7 +1,6 @@
-"""Lightning: one callback brings a LightningModule's expert layers what they need in training.
+"""Lightning: ``Trainer(callbacks=[ExpertCallback()])`` trains the experts of a LightningModule.
 
-``lightning.Trainer(callbacks=[ExpertCallback()])``. A ``pytorch_lightning.Trainer`` takes it, too, if ``lightning`` is
-installed beside it.
+A ``pytorch_lightning.Trainer`` takes the callback, too, if ``lightning`` is installed beside it.
 """
 
 import functools
@@ -33,7 +32,7 @@ class ExpertCallback(Callback):
     - After each optimizer step the experts are averaged, at the share rates and by the schedules that their layers were
       created with, over ``trainer.estimated_stepping_batches`` steps. An optimizer that has its averaging already, from
       ``configure_optimizers``, keeps it.
-    - The routers' losses of all forwards of a ``training_step`` are added to the loss that it returns, unless it added
+    - The router losses of all forwards of a ``training_step`` are added to the loss that it returns, unless it added
       :func:`timm_moe.auxiliary_loss` itself. In manual optimization, where it calls backward, it has to.
     - At the end of each epoch :func:`timm_moe.training.expert_statistics` goes to the loggers, as the mean over the
       processes.
@@ -46,7 +45,7 @@ class ExpertCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._run = ExitStack()  # what is to be undone at the end of training
+        self._run = ExitStack()  # undone at the end of training
         self._averagings: list[ExpertWeightAveraging] = []
         self._fitting = self._failed = False
 
@@ -54,8 +53,8 @@ class ExpertCallback(Callback):
         self._fitting, self._failed = stage == "fit", False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._run.close()  # a search for the batch size leaves training without a word
-        self._add_router_losses(pl_module)
+        self._run.close()  # a search for the batch size leaves training without a call of on_train_end
+        self._wrap_training_step(pl_module)
         for optimizer in trainer.optimizers:
             if ExpertWeightAveraging.of(optimizer) is None:
                 total_updates = _total_updates(trainer)
@@ -78,11 +77,14 @@ class ExpertCallback(Callback):
         self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        # After an exception this may be the only process that saves, so it must not wait for others.
-        return {"random_states": [_random_state()] if self._failed else _of_all_processes(_random_state())}
+        states: list[Any] = [_random_state()]
+        if _is_distributed() and not self._failed:  # after an exception this may be the only process that saves
+            states = [None] * distributed.get_world_size()
+            distributed.all_gather_object(states, _random_state())
+        return {"random_states": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring the random state back at once: the optimizers may ask for the data, which is shuffled then."""
+        """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
         states = state_dict["random_states"]
         processes = distributed.get_world_size() if _is_distributed() else 1
         if not self._fitting:
@@ -95,8 +97,8 @@ class ExpertCallback(Callback):
             return
         _set_random_state(states[distributed.get_rank() if _is_distributed() else 0])
 
-    def _add_router_losses(self, pl_module: Any) -> None:
-        """Let ``training_step`` of this module, and of its copies, return a loss with the routers' losses."""
+    def _wrap_training_step(self, pl_module: Any) -> None:
+        """Let ``training_step`` of this module, and of its copies, return a loss with the router losses."""
         own = vars(pl_module).get("training_step")  # torch.compile leaves one
 
         @functools.wraps(own or type(pl_module).training_step)
@@ -105,17 +107,17 @@ class ExpertCallback(Callback):
             return _with_router_losses(self, step, *args, **kwargs)
 
         pl_module.training_step = MethodType(training_step, pl_module)
-        self._run.callback(_put_back, pl_module, own)
+        self._run.callback(_unwrap_training_step, pl_module, own)
 
 
-def _put_back(module: Any, own: Any) -> None:
+def _unwrap_training_step(module: Any, own: Any) -> None:
     vars(module).pop("training_step", None)
     if own is not None:
         module.training_step = own
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a training step returns, with the losses of its routers in its loss, if Lightning calls backward on it."""
+    """Run a training step; add the router losses to its loss if Lightning calls backward on it."""
     if not module.automatic_optimization:
         return step(*args, **kwargs)
     with gathering(module):
@@ -149,7 +151,7 @@ def _warn_of_manual_optimization(module: LightningModule, total_updates: float) 
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of the generators that a process of a run draws from, as torch.load(weights_only=True) reads it."""
+    """The state of this process's random generators, as torch.load(weights_only=True) reads it."""
     legacy: Any = np.random.get_state()
     name, keys, *rest = legacy
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
@@ -166,11 +168,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
-
-
-def _of_all_processes(state: dict[str, Any]) -> list[Any]:
-    if not _is_distributed():
-        return [state]
-    states: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(states, state)
-    return states

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer: ``Trainer(callbacks=[ExpertCallback()])`` trains experts as timm's train.py does.
 
 A callback of transformers sees neither the loss before the backward pass, nor a log before it is sent, nor the end of a
-run that fails. Methods of ``Trainer`` are therefore wrapped as this module is imported; a Trainer without an
-:class:`ExpertCallback` does what it did.
+run that fails. So this module wraps methods of ``Trainer`` as it is imported; they do nothing more in a Trainer without
+an :class:`ExpertCallback`.
 """
 
 import functools
@@ -26,12 +26,12 @@ except ImportError as error:
 
 
 class ExpertCallback(TrainerCallback):
-    """Averages the experts after every optimizer step, and brings the routers' losses to the loss and to the log.
+    """Averages the experts after every optimizer step, and adds the router losses to the loss and to the log.
 
     The experts are averaged at the rate and by the schedule that their layers were created with, over the steps of the
-    run. A resumed run goes on where it was. The losses of routers are in the loss with their weights, however it is
-    computed: by the model, by label smoothing or by ``compute_loss_func``, and with gradient accumulation. What each
-    router did since the last log is in ``Trainer.log``, and so in every place that it reports to.
+    run. A resumed run goes on where it was. The loss holds the weighted router losses, however it is computed: by the
+    model, by label smoothing or by ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the
+    statistics of each router since the last log.
 
     A subclass of Trainer with a ``compute_loss`` of its own that does not call Trainer's adds
     :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an error.
@@ -49,14 +49,14 @@ class ExpertCallback(TrainerCallback):
         self.averaging = start_averaging(kwargs["model"], kwargs["optimizer"], state.max_steps, state.global_step)
 
     def stop(self) -> None:
-        """The run has ended, be it by an error."""
+        """Stop averaging at the end of the run, or after an error."""
         if self.averaging is not None:
             self.averaging.remove()
         self.averaging = None
 
 
 def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
-    """Load what ``save_pretrained`` wrote of a model with experts into one that was converted by the same options.
+    """Load a folder of ``save_pretrained`` into a model that was converted by the same options.
 
     ``from_pretrained`` knows the dense architecture alone, so it refuses such a folder: make the model from its config,
     convert it, then call this.
@@ -67,7 +67,7 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
 
     Raises:
         FileNotFoundError: if the folder holds no safetensors file.
-        RuntimeError: if names or shapes are not those of the model.
+        RuntimeError: if names or shapes differ from the model's.
     """
     whole, index = Path(folder, "model.safetensors"), Path(folder, "model.safetensors.index.json")
     if whole.is_file():
@@ -89,10 +89,10 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> None:
-    """Rename what ``save_pretrained`` wrote to the names of the model.
+    """Rename the tensors of ``save_pretrained`` to the names of the model; a load-state-dict pre-hook.
 
-    It writes some architectures, as ViT, by the names of earlier versions. ``from_pretrained`` knows them, but the
-    resumption of a Trainer does not: it loads what has the same name, and only warns of the rest.
+    ``save_pretrained`` writes some architectures, as ViT, by the names of earlier versions. ``from_pretrained`` knows
+    them, but the resumption of a Trainer does not: it loads tensors of the same name, and only warns of the others.
     """
     own = model.state_dict()
     names = {id(tensor): name for name, tensor in own.items()}
@@ -102,84 +102,75 @@ def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> 
             state_dict[name] = state_dict.pop(saved)
 
 
-def _callback(trainer: Trainer) -> ExpertCallback | None:
-    callbacks = trainer.callback_handler.callbacks
-    return next((callback for callback in callbacks if isinstance(callback, ExpertCallback)), None)
+def _wrap(name: str) -> Any:
+    """Wrap a method of Trainer by a function of the method, the trainer, its ExpertCallback, and the arguments."""
+
+    def wrap(function: Any) -> Any:
+        method = getattr(Trainer, name)
+
+        @functools.wraps(method)
+        def call(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            found = [each for each in self.callback_handler.callbacks if isinstance(each, ExpertCallback)]
+            return function(method, self, found[0], *args, **kwargs) if found else method(self, *args, **kwargs)
+
+        setattr(Trainer, name, call)
+        return function
+
+    return wrap
 
 
-def _with_router_losses(compute_loss: Any) -> Any:
-    @functools.wraps(compute_loss)
-    def compute_and_add(
-        self: Trainer,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        result = compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-        if _callback(self) is None or not model.training:
-            return result
-        loss, *outputs = result if return_outputs else (result,)
-        scale = 1 / self.current_gradient_accumulation_steps if _is_scaled(self, num_items_in_batch) else 1.0
-        loss = add_router_losses(model, loss, scale)
-        return (loss, *outputs) if return_outputs else loss
-
-    return compute_and_add
+@_wrap("compute_loss")
+def _add_router_losses(
+    compute_loss: Any,
+    trainer: Trainer,
+    callback: ExpertCallback,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Any:
+    result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
+    if not model.training:
+        return result
+    loss, *outputs = result if return_outputs else (result,)
+    scale = 1 / trainer.current_gradient_accumulation_steps if _is_scaled(trainer, num_items_in_batch) else 1.0
+    loss = add_router_losses(model, loss, scale)
+    return (loss, *outputs) if return_outputs else loss
 
 
 def _is_scaled(trainer: Trainer, num_items_in_batch: Tensor | int | None) -> bool:
     """Whether the loss is a part of that of all accumulated batches, which Trainer does not divide by their number."""
-    stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # earlier versions have none
+    stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in earlier versions
     if stated is not None:
         return stated
     by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
     return by_model or trainer.compute_loss_func is not None
 
 
-def _with_statistics(log: Any) -> Any:
-    @functools.wraps(log)
-    def add_and_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        callback = _callback(self)
-        if callback is not None and "loss" in logs:  # of training
-            logs.update(expert_statistics(self.model, callback.averaging))
-        log(self, logs, *args, **kwargs)
-
-    return add_and_log
+@_wrap("log")
+def _log_statistics(
+    log: Any, trainer: Any, callback: ExpertCallback, logs: dict[str, float], *args: Any, **kwargs: Any
+) -> None:
+    if "loss" in logs:  # of training
+        logs.update(expert_statistics(trainer.model, callback.averaging))
+    log(trainer, logs, *args, **kwargs)
 
 
-def _ending_what_began(train: Any) -> Any:
-    @functools.wraps(train)
-    def train_and_stop(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return train(self, *args, **kwargs)
-        finally:
-            callback = _callback(self)
-            if callback is not None:
-                callback.stop()
-
-    return train_and_stop
+@_wrap("train")
+def _stop_at_the_end(train: Any, trainer: Trainer, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return train(trainer, *args, **kwargs)
+    finally:
+        callback.stop()
 
 
-def _taking_saved_names(load: Any) -> Any:
-    @functools.wraps(load)
-    def rename_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _callback(self) is None or not isinstance(self.model, PreTrainedModel):
-            return load(self, *args, **kwargs)
-        handle = self.model.register_load_state_dict_pre_hook(_take_saved_names)
-        try:
-            return load(self, *args, **kwargs)
-        finally:
-            handle.remove()
-
-    return rename_and_load
-
-
-_WRAPPED = {
-    "compute_loss": _with_router_losses,
-    "log": _with_statistics,
-    "train": _ending_what_began,
-    "_load_from_checkpoint": _taking_saved_names,
-    "_load_best_model": _taking_saved_names,
-}
-for _name, _wrap in _WRAPPED.items():
-    setattr(Trainer, _name, _wrap(getattr(Trainer, _name)))
+@_wrap("_load_from_checkpoint")
+@_wrap("_load_best_model")
+def _load_saved_names(load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(trainer.model, PreTrainedModel):
+        return load(trainer, *args, **kwargs)
+    handle = trainer.model.register_load_state_dict_pre_hook(_take_saved_names)
+    try:
+        return load(trainer, *args, **kwargs)
+    finally:
+        handle.remove()

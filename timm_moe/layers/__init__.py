@@ -1,13 +1,12 @@
-"""Expert layers in plain PyTorch: they know nothing of training loops, timm or files."""
+"""Expert layers in plain PyTorch, without timm, training loops or files."""
 
 from .dispatch import Routing
 from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
-from .records import RecordingRouter, RouterRecord, begin_forward
-from .registry import WeakRegistry
 from .router import Router, routing_to
-from .routing import (
+from .router_records import RecordingRouter, RouterRecord, begin_forward
+from .routers import (
     EnsembleRouter,
     ImageRouter,
     MultiHeadRouter,
@@ -35,7 +34,6 @@ __all__ = [
     "Tile",
     "TilingRouter",
     "TopKRouter",
-    "WeakRegistry",
     "begin_forward",
     "ensemble_log_probabilities",
     "routing_to",

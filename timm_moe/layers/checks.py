@@ -1,6 +1,7 @@
-"""Options outside their range end in one sentence."""
+"""Validation of option values."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -27,3 +28,9 @@ def check_flag(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a bool: timm's ``--model-kwargs`` leaves ``false`` a string."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless ``value`` is one of the allowed names."""
+    if value not in list(allowed):
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

@@ -1,6 +1,6 @@
-"""Who moves the rows: how many an expert takes, in which order they queue, to the experts and back.
+"""The dispatcher: queues and capacities of experts, and the way of rows to the experts and back.
 
-Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, N rows at the experts.
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, N slots of the experts.
 """
 
 import math
@@ -10,42 +10,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .grouped import needs_function
-from .scripting import checked_in_trace, in_plain_operators
+from .functional import in_plain_operators
 
 ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
 
 
 class Routing(NamedTuple):
-    """Which rows each expert gets, and how its outputs come back.
+    """The rows that each expert gets, and the way of its outputs back.
 
-    Its shapes tell nothing of the choices, so nobody has to wait for them.
+    Shapes do not depend on the choices, so no device synchronisation is needed.
 
     Attributes:
-        order: (N,) the row that stands at each place of the experts' input; first those of expert 0, then of expert 1,
-            ... A row stands there as often as it is kept by an expert. Places after those of the last expert hold any
-            row; experts do not see them, and their outputs there are zero.
-        ends: (E,) where the places of each expert end.
-        place: (T, K) where in ``order`` each choice of a row stands; at or after ``ends[-1]`` for one that was dropped.
-        weight: (T, K) factor of each choice's output, zero for one that was dropped; None for all ones.
+        token_indices: (N,) row of the input in each slot of the experts' input: first the slots of expert 0, then those
+            of expert 1, ... A row appears once for each expert that keeps it. Slots past the last offset are padding;
+            their outputs are zero.
+        offsets: (E,) end of each expert's slots.
+        slots: (T, K) slot of each choice of a row; at or after ``offsets[-1]`` for a dropped choice.
+        gates: (T, K) factor of each choice's output, zero for a dropped choice; None for all ones.
     """
 
-    order: Tensor
-    ends: Tensor
-    place: Tensor
-    weight: Tensor | None
+    token_indices: Tensor
+    offsets: Tensor
+    slots: Tensor
+    gates: Tensor | None
 
     def experts(self) -> Tensor:
-        """(T, K) the expert of each choice, E for one that was dropped."""
-        return (self.place.unsqueeze(-1) >= self.ends).sum(-1)
+        """(T, K) the expert of each choice, E for a dropped one."""
+        return (self.slots.unsqueeze(-1) >= self.offsets).sum(-1)
 
 
 class Queue(NamedTuple):
-    """Where the choices of the rows stand in line.
+    """The queues of the experts, one in each group.
 
     Attributes:
-        rank_GSK: place of each choice in the line of its expert within its group, from 0.
-        length_GE: choices in each line.
+        rank_GSK: position of each choice in the queue of its expert, from 0.
+        length_GE: choices in each queue.
     """
 
     rank_GSK: Tensor
@@ -65,12 +64,10 @@ def expert_capacity(
         multiple_of: round up further to a multiple of this.
 
     Raises:
-        ValueError: if the capacity would be below 1.
+        ValueError: if the capacity would be below 1. (A trace, which cannot refuse a batch, takes 1 then.)
     """
-    if isinstance(choices, Tensor):  # in a trace, where a number would be that of the traced batch for ever
-        capacity = getattr(torch, rounding)(choices.double() * capacity_factor / num_experts).long()
-        # ONNX cannot refuse a batch.
-        capacity = capacity.clamp(min=1) if torch.onnx.is_in_onnx_export() else checked_in_trace()(capacity)
+    if isinstance(choices, Tensor):  # in a trace, where a number would remain that of the traced batch
+        capacity = getattr(torch, rounding)(choices.double() * capacity_factor / num_experts).long().clamp(min=1)
         return (capacity + (multiple_of - 1)) // multiple_of * multiple_of
     capacity = ROUNDINGS[rounding](choices * capacity_factor / num_experts)
     if capacity < 1:
@@ -82,7 +79,7 @@ def expert_capacity(
 
 
 def at_most(capacity: int, rows: int) -> int:
-    """The smaller of two numbers, which in a trace are tensors."""
+    """The smaller of two numbers, which are tensors in a trace."""
     return torch.minimum(capacity, torch.as_tensor(rows)) if isinstance(capacity, Tensor) else min(capacity, rows)
 
 
@@ -97,82 +94,82 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     """
     groups, rows, choices = expert_GSK.shape
     if priority_GS is not None:
-        visit_GSK = _falling(priority_GS).unsqueeze(2).expand_as(expert_GSK)
+        visit_GSK = _descending(priority_GS).unsqueeze(2).expand_as(expert_GSK)
         expert_GSK = expert_GSK.gather(1, visit_GSK)
     expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
-    rank_GN, length_GE = (_count if in_plain_operators() else _sort)(expert_GN, num_experts)
+    rank_GN, length_GE = (_ranks_by_count if in_plain_operators() else _ranks_by_sort)(expert_GN, num_experts)
     rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
     if priority_GS is not None:
         rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
     return Queue(rank_GSK, length_GE)
 
 
-def _falling(priority_GS: Tensor) -> Tensor:
-    """The rows of each group, those with a higher value first, equal ones in their order."""
-    if torch.onnx.is_in_onnx_export():  # which has no stable sort, but whose topk takes the first of equal ones
+def _descending(priority_GS: Tensor) -> Tensor:
+    """Indices of the rows of each group by descending priority, equal ones in their order."""
+    if torch.onnx.is_in_onnx_export():  # which has no stable sort, but a topk that takes the first of equal ones
         return priority_GS.topk(priority_GS.shape[1], dim=1).indices
     return priority_GS.argsort(dim=1, descending=True, stable=True)
 
 
-def _sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Place of each entry among those of its group for the same expert, and the number of entries for each."""
+def _ranks_by_sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Position of each choice in the queue of its expert, and the lengths of the queues."""
     sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
     length_GE = expert_GN.new_zeros(expert_GN.shape[0], num_experts)
     length_GE = length_GE.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
     start_GE = length_GE.cumsum(1) - length_GE
-    place_GN = torch.arange(expert_GN.shape[1], device=expert_GN.device).expand_as(expert_GN)
-    return torch.empty_like(expert_GN).scatter_(1, order_GN, place_GN - start_GE.gather(1, sorted_GN)), length_GE
+    slot_GN = torch.arange(expert_GN.shape[1], device=expert_GN.device).expand_as(expert_GN)
+    return torch.empty_like(expert_GN).scatter_(1, order_GN, slot_GN - start_GE.gather(1, sorted_GN)), length_GE
 
 
-def _count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """As :func:`_sort`, by operators that ONNX has, at E times the memory."""
+def _ranks_by_count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Like :func:`_ranks_by_sort`, by operators that ONNX has, at E times the memory."""
     is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
     return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
 
 
-def assign_all(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
-    """Give each choice a place at its expert; no queue is needed where nothing is dropped.
+def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
+    """Give each choice a slot of its expert; without capacities no queue is needed.
 
     Args:
         expert_TK: chosen experts.
-        weight_TK: their weights.
+        gate_TK: their gates.
         num_experts: E.
     """
     rows, choices = expert_TK.shape
     if in_plain_operators():
-        return assign(expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts), rows)
+        return assign(expert_TK[None], gate_TK[None], queue(expert_TK[None], num_experts), rows)
     sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
-    place_N = torch.empty_like(choice_N)
-    place_N.scatter_(0, choice_N, torch.arange(rows * choices, device=expert_TK.device))
-    ends = torch.searchsorted(sorted_N, torch.arange(num_experts, device=expert_TK.device), right=True)
-    return Routing(choice_N // choices, ends, place_N.view(rows, choices), weight_TK)
+    slot_N = torch.empty_like(choice_N)
+    slot_N.scatter_(0, choice_N, torch.arange(rows * choices, device=expert_TK.device))
+    offsets = torch.searchsorted(sorted_N, torch.arange(num_experts, device=expert_TK.device), right=True)
+    return Routing(choice_N // choices, offsets, slot_N.view(rows, choices), gate_TK)
 
 
-def assign(expert_GSK: Tensor, weight_GSK: Tensor, line: Queue, capacity: int) -> Routing:
-    """Give each choice that is within the capacity its place at its expert.
+def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> Routing:
+    """Give each choice that is within the capacity a slot of its expert.
 
     Args:
         expert_GSK: chosen experts.
-        weight_GSK: their weights.
+        gate_GSK: their gates.
         line: from :func:`queue`.
         capacity: choices that an expert takes of each group.
     """
     groups, rows, _ = expert_GSK.shape
     num_experts = line.length_GE.shape[1]
-    places = _places(expert_GSK, groups * num_experts * capacity)
+    num_slots = _number_of_slots(expert_GSK, groups * num_experts * capacity)
     kept_EG = line.length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
-    place_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
+    slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
     is_kept_GSK = line.rank_GSK < capacity
-    place_GSK = torch.where(is_kept_GSK, place_GSK, places - 1)  # a free one, if anything is dropped
-    weight_GSK = torch.where(is_kept_GSK, weight_GSK, 0)
+    slot_GSK = torch.where(is_kept_GSK, slot_GSK, num_slots - 1)  # padding, if anything is dropped
+    gate_GSK = torch.where(is_kept_GSK, gate_GSK, 0)
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
-    order = row_GSK.new_zeros(places).scatter_(0, place_GSK.flatten(), row_GSK.flatten())
-    return Routing(order, kept_EG.sum(1).cumsum(0), place_GSK.flatten(0, 1), weight_GSK.flatten(0, 1))
+    token_indices = row_GSK.new_zeros(num_slots).scatter_(0, slot_GSK.flatten(), row_GSK.flatten())
+    return Routing(token_indices, kept_EG.sum(1).cumsum(0), slot_GSK.flatten(0, 1), gate_GSK.flatten(0, 1))
 
 
-def _places(expert_GSK: Tensor, allowed: int) -> int:
-    """One for each choice; in eager mode, if those are fewer, one for each that the capacities allow and one more.
+def _number_of_slots(expert_GSK: Tensor, allowed: int) -> int:
+    """One slot for each choice; in eager mode, if that is fewer, those that the capacities allow and one of padding.
 
     On the meta device, where costs are counted, all that they allow, used or not, as in V-MoE's implementation.
     """
@@ -184,30 +181,27 @@ def _places(expert_GSK: Tensor, allowed: int) -> int:
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
-    """The experts' input: row i of the result is row ``routing.order[i]`` of ``x_TD``."""
-    return _apply(_Dispatch, x_TD, routing.order, routing.place, None)
+    """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
+    return _apply(_Dispatch, x_TD, routing.token_indices, routing.slots, None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
-    """The weighted sum of the experts' outputs for each row, (T, D); zero for a row of which nothing was kept.
+    """The sum of the experts' outputs for each row, weighted by the gates, (T, D); zero where all choices were dropped.
 
     Args:
-        y_ND: outputs, in the order of ``routing.order``.
-        routing: as the rows were dispatched.
+        y_ND: outputs, one for each slot.
+        routing: the routing by which the rows were dispatched.
     """
-    return _apply(_Combine, y_ND, routing.order, routing.place, routing.weight)
+    return _apply(_Combine, y_ND, routing.token_indices, routing.slots, routing.gates)
 
 
-def _apply(function: Any, rows: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling():
-        run = function.apply if torch.is_grad_enabled() else function.forward
-    else:
-        run = _FOR_FUNC[function].apply if needs_function(rows, weight_TK) else function.forward
-    return run(rows, order, place_TK, weight_TK)
+def _apply(function: Any, rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
+    run = function.apply if torch.is_grad_enabled() else function.forward  # the latter is faster
+    return run(rows, index_N, slot_TK, gate_TK)
 
 
 def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> Tensor:
-    """(M, D): for each line of indices the sum of the rows that they name, each times its weight."""
+    """(M, D): for each line of indices the sum of the rows at these indices, each times its weight."""
     weight_MK = None if weight_MK is None else weight_MK.to(rows.dtype)
     if not torch.compiler.is_compiling():  # which makes one loop of what follows
         return nn.functional.embedding_bag(index_MK, rows, mode="sum", per_sample_weights=weight_MK)
@@ -217,85 +211,50 @@ def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> T
     return sum(picked[1:], start=picked[0])
 
 
-def _products(x_TD: Tensor, y_ND: Tensor, order: Tensor, place_TK: Tensor) -> Tensor:
-    """(T, K) the product of each row with what stands at the place of each of its choices."""
-    return torch.linalg.vecdot(x_TD.index_select(0, order), y_ND)[place_TK]
+def _products(x_TD: Tensor, y_ND: Tensor, index_N: Tensor, slot_TK: Tensor) -> Tensor:
+    """(T, K) the product of each row with each of its slots."""
+    return torch.linalg.vecdot(x_TD.index_select(0, index_N), y_ND)[slot_TK]
 
 
-# Each of the two is the other's derivative. Those of torch's own operators add rows up where they came from: by atomic
-# operations on GPUs, in an order that changes from run to run.
+# Each of the two is the other's derivative. The derivatives of torch's own operators add rows by atomic operations on
+# GPUs, in an order that changes from run to run.
 
 
 class _Move(torch.autograd.Function):
-    """Base of both: of rows, ``order``, ``place_TK`` and ``weight_TK``."""
+    """Base of both; inputs are rows, ``index_N``, ``slot_TK`` and ``gate_TK``."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, order, place_TK, weight_TK = inputs
-        places = (order, place_TK, weight_TK)
-        ctx.save_for_backward(*places, rows if ctx.needs_input_grad[3] else None)
-        ctx.save_for_forward(*places, rows)
+        rows, *routing = inputs
+        ctx.save_for_backward(*routing, rows if ctx.needs_input_grad[3] else None)
 
 
 class _Dispatch(_Move):
-    """Rows picked by ``order``, each times the weight of its choice."""
+    """Pick rows by ``index_N``, each times the gate of its choice."""
 
     @staticmethod
-    def forward(x_TD: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-        if weight_TK is None:
-            return x_TD.index_select(0, order)
-        weight_N = weight_TK.new_zeros(order.shape[0]).scatter(0, place_TK.flatten(), weight_TK.flatten())
-        return _weighted_sum(x_TD, order.unsqueeze(1), weight_N.unsqueeze(1))
+    def forward(x_TD: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
+        if gate_TK is None:
+            return x_TD.index_select(0, index_N)
+        gate_N = gate_TK.new_zeros(index_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
+        return _weighted_sum(x_TD, index_N.unsqueeze(1), gate_N.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        order, place_TK, weight_TK, x_TD = ctx.saved_tensors
-        grad_TK = None if x_TD is None else _products(x_TD, grad_ND, order, place_TK).to(weight_TK.dtype)
-        return _apply(_Combine, grad_ND, order, place_TK, weight_TK), None, None, grad_TK
+        index_N, slot_TK, gate_TK, x_TD = ctx.saved_tensors
+        grad_TK = None if x_TD is None else _products(x_TD, grad_ND, index_N, slot_TK).to(gate_TK.dtype)
+        return _apply(_Combine, grad_ND, index_N, slot_TK, gate_TK), None, None, grad_TK
 
 
 class _Combine(_Move):
-    """For each row the weighted sum of what stands at ``place_TK``."""
+    """Sum the slots of each row, each times its gate."""
 
     @staticmethod
-    def forward(y_ND: Tensor, order: Tensor, place_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-        return _weighted_sum(y_ND, place_TK, weight_TK)
+    def forward(y_ND: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
+        return _weighted_sum(y_ND, slot_TK, gate_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        order, place_TK, weight_TK, y_ND = ctx.saved_tensors
-        grad_TK = None if y_ND is None else _products(grad_TD, y_ND, order, place_TK).to(weight_TK.dtype)
-        return _apply(_Dispatch, grad_TD, order, place_TK, weight_TK), None, None, grad_TK
-
-
-# What torch.compile does not know and torch.func needs.
-
-
-class _DispatchForFunc(_Dispatch):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return _tangent(_Dispatch, ctx, *tangents)
-
-
-class _CombineForFunc(_Combine):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return _tangent(_Combine, ctx, *tangents)
-
-
-def _tangent(function: Any, ctx: Any, rows: Tensor | None, *others: Any) -> Tensor:
-    order, place_TK, weight_TK, primal = ctx.saved_tensors
-    *_, weights = others
-    parts = []
-    if rows is not None:
-        parts.append(_apply(function, rows, order, place_TK, weight_TK))
-    if weights is not None:
-        parts.append(_apply(function, primal, order, place_TK, weights))
-    return sum(parts[1:], start=parts[0])
-
-
-_FOR_FUNC: dict[type, Any] = {_Dispatch: _DispatchForFunc, _Combine: _CombineForFunc}
+        index_N, slot_TK, gate_TK, y_ND = ctx.saved_tensors
+        grad_TK = None if y_ND is None else _products(grad_TD, y_ND, index_N, slot_TK).to(gate_TK.dtype)
+        return _apply(_Dispatch, grad_TD, index_N, slot_TK, gate_TK), None, None, grad_TK

@@ -1,4 +1,4 @@
-"""The members of an ensemble inside one model: images repeated for them, their outputs and losses brought together.
+"""An ensemble inside one model: repeated images, and the members' outputs and losses combined.
 
 Shape suffixes: B images, M members, C classes.
 """
@@ -26,7 +26,7 @@ class Tile:
 
 
 def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:
-    """(B, C) logarithm of the members' mean probabilities."""
+    """Logarithm of the members' mean probabilities, (B, C)."""
     return log_p_BMC.logsumexp(1) - math.log(log_p_BMC.shape[1])
 
 
@@ -42,7 +42,7 @@ class MemberLoss(nn.Module):
         self.criterion = criterion
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The criterion of outputs (B, M, C) and the targets of the B images; other outputs are taken as they are."""
+        """The criterion of outputs (B, M, C) and the targets of the B images; outputs of other shapes go unchanged."""
         if output.ndim != 3:
             return self.criterion(output, target)
         return self.criterion(output.flatten(0, 1), target.repeat_interleave(output.shape[1], 0))

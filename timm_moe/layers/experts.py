@@ -11,10 +11,10 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from .checks import check_choice
 from .functional import call
 from .grouped import sizes_of_runs
 from .grouped_network import grouped_form, grouped_paths, keeps_zeros
-from .kept_mean import forget, means_of
 
 EXPERT_INITS = ("same", "independent")
 
@@ -45,10 +45,10 @@ class StackedParameters(nn.Module):
 
 
 class Stacked(StackedParameters):
-    """What a module inside the dense network, such as a linear layer, becomes."""
+    """Stands for a module inside the dense network, such as a linear layer."""
 
     def forward(self, name: str) -> Tensor:
-        """The stacked parameter of this name, as it is during the call: within, PEFT adds its adapters to it."""
+        """The stacked parameter of this name; called through PEFT's wrapper, with the adapters added."""
         return getattr(self, name)
 
 
@@ -57,18 +57,18 @@ class Experts(StackedParameters):
 
     Parameters keep the names they have in the dense network: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight``
     of shape (E, H, D). Loading a dense state dict gives every expert a copy of it (sparse upcycling); loading the
-    state dict of an expert layer loads it as it is. The dropouts inside are submodules too, each one for all experts.
+    state dict of an expert layer loads it unchanged. The dropouts inside are submodules, shared by all experts.
 
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
         num_experts: E.
         init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the first
-            and draws the others anew with the same mean and standard deviation (EWA, section 3.1: from scratch).
-        dropout: rate of the dropout inside the experts; by default that of ``ffn``.
+            and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
+        dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
 
     Raises:
-        ValueError: if ``num_experts`` is below 1, ``init`` is unknown, ``ffn`` has buffers, or a ``dropout`` is given
-            and ``ffn`` has none or it is not in [0, 1].
+        ValueError: if ``num_experts`` is below 1, ``init`` is unknown, ``ffn`` has buffers, or ``dropout`` is given and
+            is not in [0, 1] or ``ffn`` has no dropout.
     """
 
     _ffn: nn.Module
@@ -79,8 +79,7 @@ class Experts(StackedParameters):
         self.expert_init = init
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
-        if init not in EXPERT_INITS:
-            raise ValueError(f"expert_init must be one of {', '.join(EXPERT_INITS)}, got {init!r}.")
+        check_choice("expert_init", init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
         for path, parameter in ffn.named_parameters():
@@ -88,9 +87,9 @@ class Experts(StackedParameters):
             stacked = _stack(parameter.detach(), num_experts, init)
             module = self._submodule(module_path)
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
-        # The structure of one expert, without weights. It is not a submodule: its parameters must not show anywhere.
+        # The structure of one expert, without weights. It is not a submodule, so that its parameters are not listed.
         object.__setattr__(self, "_ffn", _without_weights(ffn))
-        #: Rates of the dropouts of the dense network, where the experts have another.
+        #: Dropout rates of the dense network, if the experts have another rate.
         self._dense_rates: dict[str, float] = {}
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         if dropout is not None:
@@ -99,10 +98,6 @@ class Experts(StackedParameters):
         for path, module in dropouts(self._ffn):
             module_path, _, name = path.rpartition(".")
             self._submodule(module_path).add_module(name, module)
-
-    def _load_from_state_dict(self, *args):
-        forget(self)
-        super()._load_from_state_dict(*args)
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
@@ -118,13 +113,13 @@ class Experts(StackedParameters):
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
     def expert_weights(self) -> list[tuple[str, Tensor]]:
-        """What the experts compute with, (E, ...): the stacked parameters, with the adapters that PEFT put on them."""
-        return [(name, self._weight(name)) for name, _ in self._ffn.named_parameters()]
-
-    def _weight(self, name: str) -> Tensor:
-        path, _, own_name = name.rpartition(".")
-        module = attrgetter(path)(self) if path else self
-        return module(own_name) if _has_adapters(module) else getattr(module, own_name)
+        """The weights that the experts compute with, (E, ...): the stacked parameters with PEFT's adapters added."""
+        weights = []
+        for path, _ in self._ffn.named_parameters():
+            module_path, _, name = path.rpartition(".")
+            module = attrgetter(module_path)(self) if module_path else self
+            weights.append((path, module(name) if _has_adapters(module) else getattr(module, name)))
+        return weights
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
@@ -133,15 +128,15 @@ class Experts(StackedParameters):
 
     @cached_property
     def stacked_shapes(self) -> dict[str, torch.Size]:
-        """Shapes (E, ...) that the stacked parameters have as long as no wrapper holds them otherwise."""
+        """Shapes (E, ...) of the stacked parameters when no wrapper, such as FSDP1, holds them in pieces."""
         dense = self._ffn.named_parameters()
         return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
 
-    def networks(self) -> dict[str, Tensor]:
-        """The weights of all networks of the layer, stacked, without a graph.
+    def stacked_weights(self) -> dict[str, Tensor]:
+        """The weights of all networks of the layer, stacked and detached.
 
         Raises:
-            ValueError: if they have adapters that are not merged.
+            ValueError: if they have unmerged adapters.
         """
         self._require_merged(self.adapted())
         return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
@@ -158,11 +153,11 @@ class Experts(StackedParameters):
 
         Args:
             x_ND: rows in expert order.
-            end_E: where the run of each expert ends. All experts take part in the graph, so that the gradient of one
-                without rows is zero and not missing (data-parallel training relies on it).
+            end_E: end of each expert's run.
 
         Returns:
-            (N, width of the outputs), zero after the last run.
+            (N, width of the outputs), zero after the last run. An expert without rows has zero gradients, not None, as
+            data-parallel training needs.
         """
         if self._grouped is None:
             return self._run_in_turn(x_ND, end_E)
@@ -170,12 +165,12 @@ class Experts(StackedParameters):
         tensors = {**dict(self.expert_weights()), **ends}
         if keeps_zeros(self._ffn):
             return call(self._grouped, tensors, x_ND)
-        # Zeros may become NaN, as where a network divides by a norm: neither they nor their gradients may get out.
+        # A network that divides by a norm makes NaN of zeros: mask these rows and their gradients.
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
         return call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0)).masked_fill(is_after_N1, 0)
 
     def _run_in_turn(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
-        """One expert after the other, for networks of which there is no grouped form."""
+        """One expert after the other, for networks without a grouped form."""
         sizes = sizes_of_runs(end_E, x_ND)
         *runs, rest = x_ND.split(sizes)
         outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
@@ -183,7 +178,7 @@ class Experts(StackedParameters):
 
     def each(self) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""
-        # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each of them.
+        # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each expert.
         per_expert = {name: _autocast(stacked).unbind(0) for name, stacked in self.expert_weights()}
         return [
             partial(call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
@@ -192,34 +187,34 @@ class Experts(StackedParameters):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the network runs once over the rows of all experts."""
+        """True if the network runs once over the rows of all experts."""
         return self._grouped is not None
 
     def run_mean(self, x: Tensor) -> Tensor:
-        """Apply the network whose weights are the mean of the experts' (EWA, eq. 7) to x of shape (..., D)."""
-        return call(self._ffn, means_of(self, dict(self.expert_weights())), x)
+        """Apply the network of the experts' mean weights (EWA, eq. 7) to x of shape (..., D)."""
+        return call(self._ffn, {name: mean_over_experts(stacked) for name, stacked in self.expert_weights()}, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A dense network of the original class that holds ``weights``, given by their dense names.
 
-        It has the dropout of the dense network; what is trained of the experts is trained of it.
+        It has the dropout rates of the dense network, and trains the same parameters as the experts.
         """
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
-            _set_dropout(ffn.get_submodule(path), rate)
+            ffn.get_submodule(path).p = rate  # type: ignore[assignment]
         ffn.load_state_dict({name: weights[name] for name, _ in ffn.named_parameters()}, assign=True)
         for name, stacked in self.named_expert_parameters():
             ffn.get_parameter(name).requires_grad_(stacked.requires_grad)
         return ffn
 
     @torch.no_grad()
-    def begin_as(self, ffn: nn.Module) -> None:
-        """Begin anew as a dense network, by the ``init`` that the experts were made with."""
+    def reset_from_dense(self, ffn: nn.Module) -> None:
+        """Set the experts from a dense network, by the ``init`` that they were made with."""
         for name, stacked in self.named_expert_parameters():
             stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))
 
     def init_weights(self) -> None:
-        """Called by a walk over a model's modules, which cannot say how a dense network begins.
+        """Refuse: only the model knows how a dense network is initialised.
 
         Raises:
             RuntimeError: always.
@@ -232,7 +227,6 @@ class Experts(StackedParameters):
     reset_parameters = init_weights
 
     def train(self, mode: bool = True) -> "Experts":
-        forget(self)
         for structure in (self._ffn, self._grouped):  # dropout inside the experts
             if structure is not None:
                 structure.train(mode)
@@ -243,17 +237,22 @@ class Experts(StackedParameters):
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether it is a wrapper of PEFT's; its class is asked, since FSDP1's hand on what they are asked."""
+    """Recognise a wrapper of PEFT by its class, since wrappers of FSDP1 pass on attributes."""
     return hasattr(type(module), "active_adapter")
 
 
 def _autocast(stacked: Tensor) -> Tensor:
-    """Under autocast, matrices in its dtype: cast all at once instead of expert by expert in each product."""
+    """Under autocast, matrices in its dtype: cast at once instead of expert by expert in each product."""
     device = stacked.device.type
     left_alone = stacked.ndim < 3 or stacked.dtype == torch.float64 or stacked.is_meta
     if left_alone or not torch.is_autocast_enabled(device):
         return stacked
     return stacked.to(torch.get_autocast_dtype(device))
+
+
+def mean_over_experts(stacked: Tensor) -> Tensor:
+    """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
+    return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
 
 
 def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
@@ -263,9 +262,9 @@ def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
 
 
 def _redraw(tensor: Tensor) -> Tensor:
-    """Another draw of an initial weight: normal, with the mean and standard deviation of its entries.
+    """Draw normal numbers with the mean and standard deviation of an initial weight.
 
-    This follows the scale of whatever initialisation the model family uses, constants included, without knowing it.
+    This keeps the scale of the model family's own initialisation, constants included.
     """
     if tensor.is_meta:
         return tensor
@@ -287,7 +286,7 @@ def _set_dropout(ffn: nn.Module, rate: float) -> None:
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """A deep copy whose parameters are on the meta device; no weight is copied on the way."""
+    """A deep copy with parameters on the meta device, made without copying a weight."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()

@@ -1,4 +1,4 @@
-"""Calling a network with tensors in the place of its own, and without autocast."""
+"""Calls of a network with other tensors than its own, and the modes in which a call runs."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -10,10 +10,10 @@ from torch.func import functional_call
 
 
 def call(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Run ``network`` with parameters and buffers in the place of its own.
+    """Run ``network`` with these parameters and buffers instead of its own.
 
-    torch.compile follows functional_call; elsewhere a shallow copy takes them, because functional_call changes the
-    module for the time of the call, which neither threads (nn.DataParallel) nor torch.jit.trace bear.
+    functional_call changes the module during the call, which threads (nn.DataParallel) and torch.jit.trace do not
+    allow. So only torch.compile takes it; elsewhere a shallow copy of the network holds the tensors.
     """
     if torch.compiler.is_compiling():
         return functional_call(network, tensors, (x,))
@@ -21,7 +21,7 @@ def call(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> nn.Module:
-    """A shallow copy of a module and its submodules that holds these parameters and buffers, and no others."""
+    """A shallow copy of a module and its submodules that holds only these parameters and buffers."""
     copied = module.__class__.__new__(module.__class__)
     copied.__dict__.update(
         module.__dict__,
@@ -35,5 +35,10 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str =
 
 
 def no_autocast(x: Tensor) -> Any:
-    """A context in which operators on x compute in the types that they are given."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # there is none for meta
+    """A context in which operators on x compute in the types of their inputs."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has no autocast
+
+
+def in_plain_operators() -> bool:
+    """True while a trace or an ONNX file is made, which others read without this package's operators."""
+    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()

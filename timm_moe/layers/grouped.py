@@ -1,13 +1,12 @@
-"""The product of runs of rows with stacked matrices, one run for each expert, as operators that compilers know.
+"""Products of the experts' rows with stacked matrices, as operators that compilers know.
 
-How long the runs are stands in a tensor, ``end_E``: expert e takes the rows from ``end_E[e - 1]`` to ``end_E[e]``. No
-shape depends on it, and on CUDA nobody waits for it where ``torch.nn.functional.grouped_mm`` can multiply.
+The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No shape depends on the
+lengths of the runs, and where ``torch.nn.functional.grouped_mm`` can multiply, CUDA needs no synchronisation for them.
 
 Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
 
-#: Only there in newer versions of torch.
+#: Newer versions of torch have it.
 _grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
 
 
@@ -26,12 +25,12 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
 
     Args:
         x_ND: rows, those of expert 0 first.
-        weight_EHD: as E times ``nn.Linear.weight``.
-        bias_EH: None for none.
-        end_E: integers that do not decrease, of at most N.
+        weight_EHD: E times ``nn.Linear.weight``.
+        bias_EH: E times ``nn.Linear.bias``, or None.
+        end_E: integers that do not decrease, at most N.
 
     Raises:
-        RuntimeError: if widths or dtypes do not fit each other.
+        RuntimeError: if widths or dtypes do not fit each other, and in forward-mode differentiation.
     """
     device = x_ND.device.type
     if x_ND.dtype != torch.float64 and not x_ND.is_meta and torch.is_autocast_enabled(device):
@@ -48,22 +47,22 @@ def spread_over_rows(stacked_EH: Tensor, end_E: Tensor, rows: int) -> Tensor:
 
 
 def _linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    if needs_function(x_ND, weight_EHD, bias_EH):
+    if _needs_function(x_ND, weight_EHD, bias_EH):
         return _Linear.apply(x_ND, weight_EHD, bias_EH, end_E)
     return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
 
 
 def _outer(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    """For each run ``y.T @ x``, (E, H, D), and the sum of y, (E, H): gradients of weight and bias of a linear layer."""
-    if needs_function(y_NH, x_ND):
+    """``y.T @ x`` of each run, (E, H, D), and the sum of y, (E, H): gradients of a linear layer's weight and bias."""
+    if _needs_function(y_NH, x_ND):
         return _Outer.apply(y_NH, x_ND, end_E, with_sum)
     return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
 
 
-def needs_function(*tensors: Tensor | None) -> bool:
-    """Whether an autograd function has to do what an operator cannot: forward-mode differentiation.
+def _needs_function(*tensors: Tensor | None) -> bool:
+    """Decide for an autograd function, which takes time and which torch.compile does not need.
 
-    An operator would give zeros for it without a word. torch.compile does not know such a function, and it takes time.
+    In forward-mode differentiation it raises an error, where the bare operator would give zeros.
     """
     if torch.compiler.is_compiling():
         return False
@@ -74,8 +73,6 @@ def needs_function(*tensors: Tensor | None) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
         return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
@@ -84,7 +81,6 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x_ND, weight_EHD, _, end_E = inputs
         ctx.save_for_backward(x_ND, weight_EHD, end_E)
-        ctx.save_for_forward(x_ND, weight_EHD, end_E)
 
     @staticmethod
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,18 +92,8 @@ class _Linear(torch.autograd.Function):
         grad_weight, grad_bias = _outer(grad_NH, x_ND, end_E, needs_bias)
         return grad_x, grad_weight, grad_bias if needs_bias else None, None
 
-    @staticmethod
-    def jvp(ctx: Any, x_ND: Tensor | None, weight_EHD: Tensor | None, bias_EH: Tensor | None, _: None) -> Tensor:
-        primal_ND, primal_EHD, end_E = ctx.saved_tensors
-        if weight_EHD is None:
-            weight_EHD = torch.zeros_like(primal_EHD)
-        tangent = _linear(primal_ND, weight_EHD, bias_EH, end_E)
-        return tangent if x_ND is None else tangent + _linear(x_ND, primal_EHD, None, end_E)
-
 
 class _Outer(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
         return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
@@ -116,7 +102,6 @@ class _Outer(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *tensors, ctx.with_sum = inputs
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_EHD: Tensor, grad_EH: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,14 +110,6 @@ class _Outer(torch.autograd.Function):
         grad_y = _linear(x_ND, grad_EHD, grad_EH if ctx.with_sum else None, end_E) if needs_y else None
         grad_x = _linear(y_NH, grad_EHD.transpose(1, 2), None, end_E) if needs_x else None
         return grad_y, grad_x, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, y_NH: Tensor | None, x_ND: Tensor | None, *_: None) -> tuple[Tensor, Tensor]:
-        primal_NH, primal_ND, end_E = ctx.saved_tensors
-        if y_NH is None:
-            y_NH = torch.zeros_like(primal_NH)
-        product, total = _outer(y_NH, primal_ND, end_E, ctx.with_sum)
-        return (product if x_ND is None else product + _outer(primal_NH, x_ND, end_E, False)[0]), total
 
 
 torch.library.define("timm_moe::grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor")
@@ -178,9 +155,9 @@ def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) ->
 
 
 def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
-    """Rows of each expert, and how many there are after the last run; on a GPU the host waits for it.
+    """Number of rows of each expert, and of rows after the last run; on a GPU the host waits for it.
 
-    On the meta device, where costs are counted, all experts have the same.
+    On the meta device, where costs are counted, all experts have equally many.
     """
     rows, experts = x_ND.shape[0], end_E.shape[0]
     ends = [rows * (expert + 1) // experts for expert in range(experts)] if end_E.is_meta else end_E.tolist()
@@ -189,19 +166,12 @@ def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
 
 
 def _needs_no_sizes(x_ND: Tensor, other: Tensor) -> bool:
-    """Whether this is on a GPU that gets by without the host knowing how long the runs are."""
-    return x_ND.is_cuda and (x_ND.shape[1] == 0 or _fits_grouped_mm(x_ND, other))
-
-
-def _fits_grouped_mm(x_ND: Tensor, other: Tensor) -> bool:
-    """Whether torch multiplies runs of these: in bfloat16, rows of 16 bytes each."""
-    return (
-        _grouped_mm is not None
-        and x_ND.dtype == other.dtype == torch.bfloat16
-        and x_ND.numel() > 0
-        and other.numel() > 0
-        and all(width % 8 == 0 for width in (x_ND.shape[-1], *other.shape[1:]))
-    )
+    """True on a GPU for a bias alone and for what grouped_mm takes: bfloat16, widths of a multiple of 16 bytes."""
+    if not x_ND.is_cuda or x_ND.shape[1] == 0:
+        return x_ND.is_cuda
+    is_bfloat16 = x_ND.dtype == other.dtype == torch.bfloat16
+    fits = x_ND.numel() > 0 and other.numel() > 0 and all(w % 8 == 0 for w in (x_ND.shape[-1], *other.shape[1:]))
+    return _grouped_mm is not None and is_bfloat16 and fits
 
 
 def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
@@ -214,7 +184,7 @@ def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
     expert_N = _expert_of_row(end_E, x_ND.shape[0])
     if bias_EH is not None:
         y_NH = y_NH + bias_EH.index_select(0, expert_N.clamp(max=end_E.shape[0] - 1))
-    return y_NH.masked_fill_((expert_N == end_E.shape[0]).unsqueeze(1), 0)  # grouped_mm leaves what it finds there
+    return y_NH.masked_fill_((expert_N == end_E.shape[0]).unsqueeze(1), 0)  # not written by grouped_mm
 
 
 def _outer_on_gpu(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
@@ -229,7 +199,7 @@ def _outer_on_gpu(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> 
         return product_EHD, y_NH.new_empty(end_E.shape[0], 0)
     expert_N = _expert_of_row(end_E, x_ND.shape[0])
     is_of_NE = (expert_N.unsqueeze(1) == torch.arange(end_E.shape[0], device=end_E.device)).to(y_NH.dtype)
-    return product_EHD, is_of_NE.t() @ y_NH  # a product, since sums by atomic operations differ from run to run
+    return product_EHD, is_of_NE.t() @ y_NH  # sums by atomic operations would differ from run to run
 
 
 def _expert_of_row(end_E: Tensor, rows: int) -> Tensor:
@@ -250,25 +220,6 @@ def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) 
 
 torch.library.register_autograd("timm_moe::grouped_linear", _Linear.backward, setup_context=_Linear.setup_context)
 torch.library.register_autograd("timm_moe::grouped_outer", _Outer.backward, setup_context=_Outer.setup_context)
-
-
-def _one_by_one(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Its rule for torch.func.vmap."""
-
-    def run(info: Any, in_dims: tuple[int | None, ...], *batched: Any) -> tuple[Any, Any]:
-        results = [
-            operator(*(x if dim is None else x.select(dim, number) for x, dim in zip(batched, in_dims, strict=True)))
-            for number in range(info.batch_size)
-        ]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
-
-    return run
-
-
-for _operator in (torch.ops.timm_moe.grouped_linear, torch.ops.timm_moe.grouped_outer):
-    torch.library.register_vmap(_operator.default, _one_by_one(_operator))
 
 
 @register_flop_formula(torch.ops.timm_moe.grouped_linear)

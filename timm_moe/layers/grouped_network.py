@@ -4,20 +4,22 @@ Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
 """
 
 import copy
-import math
 
 import torch
-from timm.layers import GluMlp, LayerNorm, LayerScale, Mlp, RmsNorm, SwiGLU
 from torch import Tensor, nn
 
-from .functional import with_tensors
 from .grouped import grouped_linear, spread_over_rows
+
+#: Libraries whose networks only call their linear layers and norms. A class of the user's may read their weights.
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
+#: Names of torch's and timm's norms over the width that have a weight and perhaps a bias.
+_NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
 
 
 class _Grouped(nn.Module):
-    """Base of what takes the place of a module with weights: holds them stacked, and where the run of each expert ends.
+    """Base of the modules that replace one with weights: stacked weights, and the ends of the experts' runs.
 
-    All of these are placeholders, for which the tensors of a call stand in.
+    All of these are placeholders without values, which :func:`timm_moe.layers.functional.call` fills in.
     """
 
     end: Tensor
@@ -26,13 +28,12 @@ class _Grouped(nn.Module):
 
     def __init__(self, module: nn.Module, num_experts: int):
         super().__init__()
-        for name in ("weight", "bias", *module._parameters):
+        for name in ("weight", "bias"):
             parameter = module._parameters.get(name)
-            if parameter is None:
-                self.register_parameter(name, None)
-            else:
+            if parameter is not None:
                 stacked = torch.empty(num_experts, *parameter.shape, device="meta", dtype=parameter.dtype)
-                self.register_parameter(name, nn.Parameter(stacked))
+                parameter = nn.Parameter(stacked)
+            self.register_parameter(name, parameter)
         self.register_buffer("end", torch.empty(num_experts, device="meta", dtype=torch.long))
 
 
@@ -46,7 +47,7 @@ class GroupedLinear(_Grouped):
 
 
 class GroupedNorm(_Grouped):
-    """E norms over the width, which differ in their weights alone."""
+    """E norms over the width, which differ only in their weights."""
 
     plain: nn.Module
 
@@ -54,7 +55,7 @@ class GroupedNorm(_Grouped):
         super().__init__(module, num_experts)
         plain = copy.copy(module)
         plain._parameters = dict.fromkeys(module._parameters)
-        object.__setattr__(self, "plain", plain)  # no submodule: it has nothing that a call replaces
+        object.__setattr__(self, "plain", plain)  # not a submodule, as a call replaces nothing in it
 
     def forward(self, x_NH: Tensor) -> Tensor:
         y_NH = self.plain(x_NH)
@@ -65,105 +66,51 @@ class GroupedNorm(_Grouped):
         return y_NH
 
 
-class GroupedScale(_Grouped):
-    """E scales, a factor for each entry of a row."""
-
-    gamma: Tensor
-
-    def forward(self, x_NH: Tensor) -> Tensor:
-        return x_NH * spread_over_rows(self.gamma, self.end, len(x_NH))
-
-
-#: By the method that a module is called by: that of a subclass may do anything.
-_GROUPED: dict[object, type[_Grouped]] = {
-    nn.Linear.forward: GroupedLinear,
-    nn.LayerNorm.forward: GroupedNorm,
-    LayerNorm.forward: GroupedNorm,
-    nn.RMSNorm.forward: GroupedNorm,
-    RmsNorm.forward: GroupedNorm,
-    LayerScale.forward: GroupedScale,
-}
-
-
-#: Known to call their linear layers and norms and to do nothing else with them, and to end with a linear layer.
-_PLAIN = (Mlp, GluMlp, SwiGLU)
-
-
 def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
-    """The network with grouped modules in the place of those with weights; None if there is no such form of it.
-
-    There is none of a network that does more with its linear layers than to call them (reads a weight, asks for a
-    class), or for which its rows are not those that came in: what any class of the user's computes is compared.
+    """The network with grouped modules instead of its linear layers and norms.
 
     Args:
-        ffn: its weights are not looked at; what has no weights, such as a dropout, is shared with it.
+        ffn: a network that maps each row by itself. Its modules without weights, such as dropouts, are shared.
         num_experts: E.
+
+    Returns:
+        None if a module is not from a known library, has hooks or other weights, or chooses among its submodules:
+        such a network runs expert by expert.
     """
     try:
-        if keeps_zeros(ffn) or _computes_the_same(ffn):
-            return _replace(ffn, num_experts)
+        return _replace(ffn, num_experts)
     except KeyError:
-        pass
-    return None
+        return None
 
 
 def keeps_zeros(ffn: nn.Module) -> bool:
-    """Whether what a grouped linear layer leaves zero, the rows after the last run, are zero in the end."""
-    return type(ffn) in _PLAIN
+    """True for timm's Mlp and its kin: they end with a linear layer, which leaves the rows after the last run zero."""
+    return type(ffn).__module__ == "timm.layers.mlp"
 
 
 def grouped_paths(network: nn.Module) -> list[str]:
-    """Where the grouped modules are."""
+    """Names of the grouped modules."""
     return [path for path, module in network.named_modules() if isinstance(module, _Grouped)]
 
 
 def _replace(module: nn.Module, num_experts: int) -> nn.Module:
-    """Raises KeyError for a module with weights that has no grouped form."""
+    """The grouped form of a module; KeyError if it has none."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(module) or (module._parameters and module._modules):
+    if any(hooks) or "forward" in vars(module):
         raise KeyError(module)
-    if module._parameters:
-        return _GROUPED[type(module).forward](module, num_experts)
-    if not module._modules:
+    if not module._parameters and not module._modules:
         return module
+    is_known = type(module).__module__.partition(".")[0] in _LIBRARIES
+    if not is_known or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise KeyError(module)
+    if type(module) is nn.Linear:
+        return GroupedLinear(module, num_experts)
+    if type(module).__name__ in _NORMS:
+        return GroupedNorm(module, num_experts)
+    if module._parameters:
+        raise KeyError(module)
     copied = copy.copy(module)
     copied._modules = {
         name: None if child is None else _replace(child, num_experts) for name, child in module._modules.items()
     }
     return copied
-
-
-def _computes_the_same(ffn: nn.Module) -> bool:
-    """Whether a grouped form computes what each expert does, tried with arbitrary weights; KeyError if there is none.
-
-    Three experts, of which one has no rows; two rows come after the last run.
-    """
-    grouped = _replace(ffn, 3)
-    shapes = {name: parameter.shape for name, parameter in ffn.named_parameters()}
-    weights = {name: _arbitrary(seed, 3, *shape) for seed, (name, shape) in enumerate(shapes.items())}
-    end = torch.tensor([3, 3, 5], device="cpu")
-    ends = {f"{path}.end": end for path in grouped_paths(grouped)}
-    experts = [
-        with_tensors(ffn, {name: stacked[expert] for name, stacked in weights.items()}).eval() for expert in range(3)
-    ]
-    together = with_tensors(grouped, {**weights, **ends}).eval()
-    widths = {module.in_features for module in ffn.modules() if isinstance(module, nn.Linear)}
-    return any(_agree(together, experts, _arbitrary(width, 7, width)) for width in widths)
-
-
-@torch.no_grad()
-def _agree(together: nn.Module, experts: list[nn.Module], x_ND: Tensor) -> bool:
-    try:
-        expected = torch.cat([experts[0](x_ND[:3]), experts[2](x_ND[3:5])])
-        got = together(x_ND)
-        return got.shape == (7, *expected.shape[1:]) and torch.allclose(got[:5], expected, rtol=1e-3, atol=1e-4)
-    except Exception:  # whatever a class of the user's raises, or a mode in which tensors have no values
-        return False
-
-
-def _arbitrary(seed: int, *shape: int) -> Tensor:
-    """Numbers that repeat after a while, since drawing millions takes time; those of each row and expert differ."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    drawn = torch.randn(4099, generator=generator, device="cpu", dtype=torch.float32)
-    numbers = math.prod(shape)
-    return drawn.repeat(numbers // len(drawn) + 1)[:numbers].view(shape) / math.sqrt(shape[-1])

@@ -1,4 +1,4 @@
-"""Losses that keep a router from favouring a few experts: pure functions, one value for each group.
+"""Losses against routers that favour a few experts: pure functions, one value for each group.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def importance_loss(gate_GSE: Tensor) -> Tensor:
-    """How unequal the experts' summed gates are (V-MoE, arXiv 2106.05974, appendix A.1; Shazeer et al. 2017, eq. 7).
+    """Inequality of the experts' summed gates (V-MoE, arXiv 2106.05974, appendix A.1; Shazeer et al. 2017, eq. 7).
 
     Args:
         gate_GSE: softmax of the router's logits, without noise.
@@ -20,12 +20,12 @@ def importance_loss(gate_GSE: Tensor) -> Tensor:
 
 
 def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float) -> Tensor:
-    """How unequal the experts' chances of being chosen are, were the noise drawn again (V-MoE, appendix A.2).
+    """Inequality of the experts' chances of being chosen under new noise (V-MoE, appendix A.2).
 
     Args:
-        logits_GSE: without noise.
-        noisy_logits_GSE: with the noise that decided.
-        last_choice_GS: index of each token's K-th expert; its noisy logit is what any expert has to exceed.
+        logits_GSE: logits without noise.
+        noisy_logits_GSE: logits with the noise of this forward.
+        last_choice_GS: index of each token's K-th expert. Its noisy logit is the threshold for an expert to be chosen.
         noise_std: standard deviation of the noise on the logits.
 
     Returns:
@@ -37,14 +37,14 @@ def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tens
 
 
 def balance_loss(gate_GSE: Tensor, choice_GSK: Tensor) -> Tensor:
-    """E times the sum over experts of (fraction of the choices that it is) x (mean gate).
+    """E times the sum over the experts of (fraction of the choices) x (mean gate).
 
-    1 if both are uniform; if all rows prefer one expert and K = 1, E. With the first choices only (K = 1) this is the
-    loss of Switch Transformer (arXiv 2101.03961, eq. 4) and GShard; with all K it is WideNet's (arXiv 2107.11817, eqs.
-    3-5, where its authors' code divides by K).
+    It is 1 if both are uniform, and E if K = 1 and all rows prefer one expert. With the first choices only (K = 1) this
+    is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) and GShard; with all K it is WideNet's (arXiv
+    2107.11817, eqs. 3-5; the authors' code divides by K).
 
     Args:
-        gate_GSE: softmax of the logits that decided.
+        gate_GSE: softmax of the logits by which the experts were chosen.
         choice_GSK: indices of each token's experts.
 
     Returns:
@@ -58,5 +58,5 @@ def balance_loss(gate_GSE: Tensor, choice_GSK: Tensor) -> Tensor:
 
 
 def _squared_variation(x_GE: Tensor) -> Tensor:
-    """Squared coefficient of variation over the experts; the variance is the population's, as in the reference."""
+    """Squared coefficient of variation over the experts, by the population's variance, as in the reference."""
     return x_GE.var(1, correction=0) / x_GE.mean(1).square()

@@ -1,43 +1,26 @@
-"""What the rest of the package asks of a router beside its routing, and the way to write one of your own."""
+"""Base class of routers, with what the package asks beside the routing; and the routing of a router of your own."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from .dispatch import Routing, assign_all
 
 
-class ScriptableChoice(NamedTuple):
-    """How a router chooses in eval mode, in terms that TorchScript has.
-
-    Attributes:
-        weight: (E, D) of the linear layer whose outputs are the logits.
-        top_k: K, experts of each row.
-        gate_mode: see :class:`TopKRouter`.
-        by_image: whether the first row of each image chooses for all of its rows.
-    """
-
-    weight: Tensor
-    top_k: int
-    gate_mode: str
-    by_image: bool
-
-
 class Router(nn.Module):
     """Maps rows x of shape (..., D) to a :class:`Routing` over E experts; subclasses write ``forward``.
 
-    Any module that does so can route. What it does not state by being one of these is taken from this class: one
-    expert for each row, rows that are routed one by one by what is in them, no capacities.
+    Any module that does so can route. One that is no subclass is treated by the answers of this class: one expert for
+    each row, rows that are routed one by one by their contents, no capacities.
 
     Args:
         num_experts: E.
 
     Attributes:
         routing_unit: what is routed, ``"token"`` or ``"image"``, all rows of an entry of the batch together.
-        depends_on_input: whether where a row goes says anything of the image; else there are no routes to be shown.
+        depends_on_input: whether the routes depend on the image; else reports show none.
     """
 
     routing_unit = "token"
@@ -56,26 +39,24 @@ class Router(nn.Module):
         return math.comb(self.num_experts, self.experts_of_row())
 
     def probabilities(self, x: Tensor) -> Tensor | None:
-        """(T, ...) how likely each row of x, (B, ..., D), goes to each of the experts among which it chooses, by the
-        router's softmax without noise; None of a router that has no such thing."""
+        """(T, ...) probability of each expert for each row of x, (B, ..., D): the router's softmax without noise.
+
+        None if the router has no probabilities.
+        """
         return None
 
     @contextmanager
     def dropping_nothing(self) -> Iterator[None]:
-        """For the time of the block no choice is dropped in eval mode."""
+        """Drop no choice in eval mode, in the block."""
         yield
-
-    def scriptable_choice(self) -> ScriptableChoice:
-        """For TorchScript; RuntimeError if it cannot choose as this router does."""
-        raise RuntimeError(f"TorchScript has no {type(self).__name__}: trace the model in eval mode instead.")
 
 
 def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
-    """The routing that sends every row to its chosen experts and drops nothing.
+    """Send every row to its chosen experts and drop nothing.
 
     Args:
-        expert_TK: (T, K) integers in [0, E), those of a row all different.
-        weight_TK: (T, K) factors of the experts' outputs; gradients reach what they were computed from.
+        expert_TK: (T, K) integers in [0, E), in each row all different.
+        weight_TK: (T, K) factors of the experts' outputs, with their gradients.
         num_experts: E.
 
     Raises:

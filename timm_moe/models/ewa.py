@@ -1,40 +1,35 @@
 """EWA (arXiv 2308.06093) for every architecture of timm whose blocks hold an Mlp: ``<architecture>_ewa_moe``.
 
-Each family of timm has a module here that exists in memory only, ``timm_moe.models.ewa.swin_transformer`` for one. It
-holds the entrypoints, so that timm lists them with the family, and the classes of the models, each made when it is
-first asked for. An entrypoint calls timm's own, which builds ``Moe<Class>`` in place of ``<Class>`` and does all else
-as ever, see :func:`timm_moe.integrations.timm.building_instead`.
+Each family of timm has a module here that exists in memory only, e.g. ``timm_moe.models.ewa.swin_transformer``. It
+holds the entrypoints, so that timm lists them with the family, and the model classes, each made on first use. An
+entrypoint calls timm's own, which builds ``Moe<Class>`` instead of ``<Class>`` and is otherwise unchanged, see
+:func:`timm_moe.integrations.timm.build_instead`.
 """
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-from timm.models import (
-    DefaultCfg,
-    PretrainedCfg,
-    list_models,
-    model_entrypoint,
-    register_model,
-)
+from timm.models import DefaultCfg, PretrainedCfg, list_models, model_entrypoint
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ..integrations.timm import add_module, building_instead
+from ..integrations.timm import add_module, build_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
-from .mixin import MoeMixin, architecture_args
+from .mixin import MoeMixin, architecture_args, note_dense_form
+from .registration import register
 from .vision_transformer import MoeVisionTransformer
 
-#: Modules of timm.models with such architectures, each with the names in it that have no feed-forward network which
-#: acts on each token by itself, or just one: theirs are convolutions, see all tokens at once, or are one with the
-#: attention.
-#: What another version of timm does not have is left out; ``tests/every_model.py`` finds what is missing here.
+#: Modules of timm.models with such architectures, each with patterns of names to leave out: architectures with fewer
+#: than two feed-forward networks that act on each token alone. Their networks are convolutions, mix tokens, or are part
+#: of the attention. Modules that the installed timm lacks are skipped; ``tests/every_model.py`` finds missing ones.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "beit": (),
-    "byobnet": ("*",),  # none, but MobileViT's class
+    "byobnet": ("*",),  # here only for the class, which MobileViT uses
     "cait": (),
     "coat": (),
     "convit": (),
@@ -79,12 +74,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "xcit": (),
 }
 
-#: Classes with experts that stand in a file here, by those that they extend.
+#: Classes with experts that are written out in a file here, by the stock class that they extend.
 _WRITTEN_OUT: dict[type[nn.Module], type[nn.Module]] = {VisionTransformer: MoeVisionTransformer}
 
 
 class _Family(ModuleType):
-    """The module here of a module of timm.models."""
+    """A module with the expert models of one module of timm.models."""
 
     def __init__(self, name: str):
         super().__init__(f"{__name__}.{name}", f"EWA for the models of timm.models.{name}.")
@@ -104,38 +99,21 @@ class _Family(ModuleType):
 
 
 def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
-    """``Moe<Class>``, from the module here where pickle looks for it; KeyError of a class of no family."""
+    """Return ``Moe<Class>`` from the module where pickle looks for it; KeyError for a class outside all families."""
     return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
-
-
-def _class_instead(stock_class: type[nn.Module]) -> type[nn.Module] | None:
-    """The class with experts; None of one of no family, which is but a part of the model, as a hybrid's backbone."""
-    return expert_class(stock_class) if stock_class.__module__.rpartition(".")[2] in _families else None
 
 
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     dense_args = architecture_args(kwargs)
     # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
-    with building_instead(_class_instead, f"{architecture}_ewa_moe") as stated:
-        model = model_entrypoint(architecture)(pretrained=pretrained, **kwargs)
+    name, entrypoint = f"{architecture}_ewa_moe", model_entrypoint(architecture)
+    model, stated = build_instead(entrypoint, expert_class, name, pretrained=pretrained, **kwargs)
     if "out_features" in stated:  # which some look up by the pretrained tag: an exported model has none
         dense_args["out_features"] = stated["out_features"]
     # Some of timm's entrypoints look up their config before they build.
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": f"{architecture}_ewa_moe"})
-    if isinstance(model, MoeMixin):  # a feature extractor around it is never exported
-        model.dense_architecture = architecture
-        model.dense_args = dense_args
+    note_dense_form(model, architecture, dense_args)
     return model
-
-
-def _entrypoint(architecture: str, module: str) -> Callable[..., nn.Module]:
-    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return _create(architecture, pretrained, kwargs)
-
-    create.__name__ = create.__qualname__ = f"{architecture}_ewa_moe"
-    create.__module__ = module
-    create.__doc__ = f"EWA {architecture}."
-    return create
 
 
 def _default_cfg(architecture: str, stock: DefaultCfg) -> DefaultCfg:
@@ -143,19 +121,19 @@ def _default_cfg(architecture: str, stock: DefaultCfg) -> DefaultCfg:
 
 
 def _with_source(cfg: PretrainedCfg, architecture: str, tag: str) -> PretrainedCfg:
-    """A config that names its repository on the Hub in full, where timm would complete it with our name."""
+    """Return a config with the full name of its Hub repository, which timm would complete with our model's name."""
     if cfg.hf_hub_id != "timm/":
         return cfg
     cfg = copy.copy(cfg)  # in half the time of dataclasses.replace
     cfg.hf_hub_id = f"timm/{architecture}.{tag}" if tag else f"timm/{architecture}"
-    if cfg.custom_load:  # the Hub's weights are in timm's own format; the .npz originals behind the URL are not needed
+    if cfg.custom_load:  # the Hub's weights are in timm's own format: no need for the .npz originals behind the URL
         cfg.url, cfg.custom_load = "", False
     return cfg
 
 
 def _stock_architectures(family: str) -> Iterator[str]:
     for name in list_models(module=family, exclude_filters=FAMILIES[family]):
-        if model_entrypoint(name).__module__ == f"timm.models.{family}":  # and not of another package
+        if model_entrypoint(name).__module__ == f"timm.models.{family}":  # not another package's
             yield name
 
 
@@ -167,10 +145,10 @@ def _register(family: str) -> _Family:
             setattr(module, written.__name__, written)
     stock_cfgs = getattr(module.stock_module, "default_cfgs", {})
     for architecture in _stock_architectures(family):
-        entrypoint = _entrypoint(architecture, module.__name__)
+        name = f"{architecture}_ewa_moe"
         if architecture in stock_cfgs:
-            module.default_cfgs[entrypoint.__name__] = _default_cfg(architecture, stock_cfgs[architecture])
-        setattr(module, entrypoint.__name__, register_model(entrypoint))
+            module.default_cfgs[name] = _default_cfg(architecture, stock_cfgs[architecture])
+        register(module.__name__, name, f"EWA {architecture}.", partial(_create, architecture))
     return module
 
 
@@ -178,5 +156,5 @@ _families = {name: _register(name) for name in FAMILIES if f"timm.models.{name}"
 
 
 def architectures() -> list[str]:
-    """The architectures of timm that have an ``_ewa_moe``, by family and name."""
+    """List the architectures of timm that have an ``_ewa_moe``, by family and name."""
     return [name.removesuffix("_ewa_moe") for module in _families.values() for name in module.__all__]

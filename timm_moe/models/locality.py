@@ -1,11 +1,11 @@
-"""What lets transformers learn from small data sets: shifted patches (SPT) and locality self-attention (LSA).
+"""Shifted patches (SPT) and locality self-attention (LSA), which help transformers learn from small data sets.
 
-Both are of "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details are those of the authors' code.
+Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details follow the authors' code.
 
 Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention, PatchEmbed
@@ -13,23 +13,28 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_unshuffle
 
-from ..layers.checks import check_integer
+from ..layers.checks import check_flag, check_integer
+
+
+def check_flags(shifted_patches: bool, locality_attention: bool) -> None:
+    """Raise ValueError unless the two options of a small-data model are booleans."""
+    check_flag("shifted_patches", shifted_patches)
+    check_flag("locality_attention", locality_attention)
 
 
 class ShiftedPatches(nn.Module):
     """Tokens of patches that see beyond their edges: Shifted Patch Tokenization (section 3.1).
 
-    The input and four copies of it, shifted by half a patch along the diagonals and filled up with zeros, are cut into
-    patches together; each patch is flattened, normalised and projected.
+    The input and four copies, shifted diagonally by half a patch and padded with zeros, are cut into patches together.
+    Each patch is flattened, normalised and projected.
 
     Args:
         in_channels: C.
         dim: D, width of the tokens.
         patch_size: side of a square patch.
         norm_layer: class of the norm; LayerNorm by default.
-        bias: of the projection.
-        device: of the parameters.
-        dtype: of the parameters.
+        bias: add a bias in the projection.
+        like: ``device`` and ``dtype`` of the parameters.
 
     Raises:
         ValueError: if the patch size is no positive integer.
@@ -42,24 +47,23 @@ class ShiftedPatches(nn.Module):
         patch_size: int,
         norm_layer: type[nn.Module] | None = None,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        **like: Any,
     ):
         check_integer("The patch_size of shifted patches", patch_size, 1)
         super().__init__()
         self.in_channels = in_channels
         self.patch_size = patch_size
         width = 5 * in_channels * patch_size**2
-        self.norm = (norm_layer or nn.LayerNorm)(width, device=device, dtype=dtype)
-        self.linear = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
+        self.norm = (norm_layer or nn.LayerNorm)(width, **like)
+        self.linear = nn.Linear(width, dim, bias=bias, **like)
 
     @property
     def weight(self) -> Tensor:
-        """(D, 5 C patch_size^2), of the projection: timm looks for it where it expects a convolution."""
+        """Return the projection's weight, (D, 5 C patch_size^2): timm expects a convolution here and reads it."""
         return self.linear.weight
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, D, H / patch_size, W / patch_size), rounded up, of (B, C, H, W)."""
+        """Map images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size), sides rounded up."""
         height, width = x_BCHW.shape[2:]
         x_BCHW = pad(x_BCHW, (0, -width % self.patch_size, 0, -height % self.patch_size))
         patches = pixel_unshuffle(shifted(x_BCHW, self.patch_size // 2), self.patch_size)
@@ -67,28 +71,54 @@ class ShiftedPatches(nn.Module):
 
 
 def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
-    """(B, 5 C, H, W): the input and four copies, shifted along the diagonals by so many pixels; zeros fill them up."""
+    """Stack the input and four copies, shifted diagonally by ``shift`` pixels and padded with zeros: (B, 5 C, H, W)."""
     diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
     return torch.cat([x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1)
 
 
-class ShiftedPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed with shifted patches in place of its convolution.
+class FixedPatchEmbed(PatchEmbed):
+    """timm's PatchEmbed with another module instead of its convolution; its patch size cannot change.
 
     Args:
-        img_size: as PatchEmbed.
+        proj: maps images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size).
+        args: arguments of PatchEmbed.
+        kwargs: arguments of PatchEmbed.
+
+    Attributes:
+        patches: name of the patches, for messages.
+    """
+
+    patches: ClassVar[str]
+
+    def __init__(self, proj: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "device": "meta"})
+        self.proj = proj  # type: ignore[assignment]
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        if patch_size not in (None, self.patch_size, self.patch_size[0]):
+            raise ValueError(f"The size of {self.patches} is fixed at {self.patch_size[0]}, got {patch_size!r}.")
+        super().set_input_size(img_size)
+
+
+class ShiftedPatchEmbed(FixedPatchEmbed):
+    """timm's PatchEmbed with shifted patches instead of its convolution.
+
+    Args:
+        img_size: size of the images.
         patch_size: side of a square patch.
         in_chans: channels of the images.
         embed_dim: width of the tokens.
-        norm_layer: of the flattened patches, see :class:`ShiftedPatches`; there is none behind the projection.
-        bias: of the projection.
-        device: of the parameters.
-        dtype: of the parameters.
-        kwargs: as PatchEmbed.
+        norm_layer: norm of the flattened patches, see :class:`ShiftedPatches`; none follows the projection.
+        bias: add a bias in the projection.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        kwargs: further arguments of PatchEmbed.
 
     Raises:
-        ValueError: as :class:`ShiftedPatches`, and if the patch size is to change later.
+        ValueError: if the patch size is no positive integer, or is to change later.
     """
+
+    patches = "shifted patches"
 
     def __init__(
         self,
@@ -102,15 +132,9 @@ class ShiftedPatchEmbed(PatchEmbed):
         dtype: Any = None,
         **kwargs: Any,
     ):
-        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, device, dtype)
-        super().__init__(img_size, patch_size, in_chans, embed_dim, device="meta", **kwargs)
-        self.proj = proj  # type: ignore[assignment]
+        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, device=device, dtype=dtype)
+        super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
         self.in_channels = in_chans
-
-    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        if patch_size not in (None, self.patch_size, self.patch_size[0]):
-            raise ValueError(f"The size of shifted patches is fixed at {self.patch_size[0]}, got {patch_size!r}.")
-        super().set_input_size(img_size)
 
 
 class ShiftedPatchMerging(nn.Module):
@@ -119,7 +143,7 @@ class ShiftedPatchMerging(nn.Module):
     Args:
         dim: D.
         out_dim: D'.
-        kwargs: as :class:`ShiftedPatches`.
+        kwargs: further arguments of :class:`ShiftedPatches`.
     """
 
     def __init__(self, dim: int, out_dim: int, **kwargs: Any):
@@ -136,42 +160,41 @@ class ShiftedPooling(nn.Module):
     Args:
         dim: D.
         out_dim: D'.
-        device: of the parameters.
-        dtype: of the parameters.
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
-    def __init__(self, dim: int, out_dim: int, device: Any = None, dtype: Any = None):
+    def __init__(self, dim: int, out_dim: int, **like: Any):
         super().__init__()
-        self.patches = ShiftedPatches(dim, out_dim, 2, device=device, dtype=dtype)
-        self.fc = nn.Linear(dim, out_dim, device=device, dtype=dtype)
+        self.patches = ShiftedPatches(dim, out_dim, 2, **like)
+        self.fc = nn.Linear(dim, out_dim, **like)
 
     def forward(self, x_BDHW: Tensor, cls_token_BND: Tensor) -> tuple[Tensor, Tensor]:
         return self.patches(x_BDHW), self.fc(cls_token_BND)
 
 
 class _Locality(nn.Module):
-    """What LSA adds to an attention of timm, which multiplies its queries by ``scale``."""
+    """Adds LSA's learned scale to an attention of timm, which multiplies its queries by ``scale``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         weight = self.qkv.weight
         initial = torch.full((self.num_heads, 1, 1), self.scale, device=weight.device, dtype=weight.dtype)
         del self.scale
-        # The authors learn the inverse of the temperature, which an optimizer step changes more, and decay it: with
-        # three dimensions timm's optimizers do so too.
+        # The authors learn the inverse of the temperature and decay it. timm's optimizers decay it too, as it has more
+        # than one dimension.
         self.scale = nn.Parameter(initial)
         self.fused_attn = False  # it has a scale of its own
 
 
 class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_attn is final, to TorchScript
-    """timm's Attention in which no token attends to itself, at a learned temperature for each head (section 3.2).
+    """timm's Attention in which no token attends to itself, with a learned temperature per head (section 3.2).
 
-    Arguments as timm's. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, 1 / sqrt(head
-    dimension) at first.
+    It takes timm's arguments. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, initially
+    1 / sqrt(head dimension).
     """
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """As timm's; a mask must be additive."""
+        """Attend as timm does; a mask must be additive."""
         diagonal_NN = diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN if attn_mask is None else attn_mask + diagonal_NN, **kwargs)
 
@@ -185,6 +208,6 @@ class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]
 
 
 def diagonal(tokens: int, like: Tensor) -> Tensor:
-    """(N, N), 0 but for -inf on the diagonal."""
+    """Make a mask (N, N) with -inf on the diagonal and 0 elsewhere."""
     index = torch.arange(tokens, device=like.device)
     return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], float("-inf"))  # ONNX lacks a bool eye

@@ -1,4 +1,4 @@
-"""What an ensemble inside one Vision Transformer has in common, whatever its members differ in."""
+"""A Vision Transformer that holds the members of an ensemble, and their outputs as one classifier's."""
 
 from typing import Any
 
@@ -10,25 +10,25 @@ from ..layers import Tile, ensemble_log_probabilities
 
 
 def as_one_classifier(logits: Tensor) -> Tensor:
-    """(B, C) logarithm of the members' mean probabilities for logits (B, M, C), computed in float32 at least."""
+    """Turn logits (B, M, C) into the log of the members' mean probabilities (B, C), computed in at least float32."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return ensemble_log_probabilities(precise.log_softmax(-1)).to(logits.dtype)
 
 
 class MembersMixin(VisionTransformer):
-    """M members that part at some block of a Vision Transformer (pBE, arXiv 2110.03360, section 4).
+    """A Vision Transformer with M members that part at one of its blocks (pBE, arXiv 2110.03360, section 4).
 
-    At the input of that block each image is repeated M times in a row, so that ``forward_features`` gives (B M, N, D).
-    In training the output is that of all members, (B, M, C), for :class:`timm_moe.MemberLoss`, which timm's training
-    tasks get by themselves. In eval mode it is the logarithm of the mean of their probabilities, (B, C); without a
-    classifier, the mean of their features.
+    The input of that block holds each image M times in a row, so ``forward_features`` returns (B M, N, D). In training
+    the output holds the logits of all members, (B, M, C), for :class:`timm_moe.MemberLoss`, which timm's training tasks
+    use automatically. In eval mode the output is the log of their mean probabilities, (B, C), or without a classifier
+    the mean of their features.
 
-    Subclasses are written ``class X(MembersMixin, Y)``, Y another subclass of VisionTransformer, and call
+    Subclasses are written ``class X(MembersMixin, Y)``, with Y another subclass of VisionTransformer, and call
     :meth:`part_at` in their constructor.
 
     Attributes:
-        ensemble_size: M; 1 once the blocks where the members differ are pruned.
-        parting_block: number of the block at whose input images are repeated.
+        ensemble_size: M; 1 once the blocks in which the members differ are pruned.
+        parting_block: number of the block whose input holds the repeated images.
     """
 
     ensemble_size: int
@@ -41,17 +41,17 @@ class MembersMixin(VisionTransformer):
         self._tiling = self.blocks[block].register_forward_pre_hook(Tile(ensemble_size))
 
     def part_no_more(self) -> None:
-        """Images are repeated no longer."""
+        """Stop repeating images."""
         self._tiling.remove()
         for name in ("ensemble_size", "parting_block", "_tiling"):
             delattr(self, name)
 
     def forward_members(self, x: Tensor) -> Tensor:
-        """The logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
+        """Compute the logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
         return self._members(super().forward_head(self.forward_features(x)))
 
     def forward_member_features(self, x: Tensor) -> Tensor:
-        """The features (B, M, D) of each member before the classifier."""
+        """Compute the features (B, M, D) of each member before the classifier."""
         return self._members(super().forward_head(self.forward_features(x), pre_logits=True))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -74,14 +74,14 @@ class MembersMixin(VisionTransformer):
         output_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As timm's, with the mean of the members for each intermediate feature; the final one has all (B M, N, D)."""
+        """Return timm's features: each intermediate one is the members' mean, the final one holds all (B M, N, D)."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
         result: Any = super().forward_intermediates(
             x, indices, return_prefix_tokens, norm, stop_early, "NLC", intermediates_only, output_dict=True, **kwargs
         )
         if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
-            # stopped before the members part
+            # timm stopped before the members part
             result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
         for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
             result[name] = [feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]]

@@ -1,4 +1,4 @@
-"""What a model class with expert layers adds to the stock timm class that it extends."""
+"""The mixin that turns a stock timm class into a model class with expert layers."""
 
 import inspect
 import logging
@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert.blocks import copy_sharing_tensors, expert_parameters, moe_layers
+from ..convert.blocks import expert_parameters, moe_layers
 from ..convert.convert import convert_to_moe
-from ..convert.dense import dense_for_now, without_announcements
-from ..convert.routers import moe_options
+from ..convert.dense import swapped_for_dense
+from ..convert.registry import moe_options
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
@@ -31,7 +31,7 @@ class MoeMixin:
 
     Attributes:
         dense_architecture: registered name of the stock model that the exported weights belong to.
-        dense_args: arguments that ``timm.create_model`` needs for it beside that name.
+        dense_args: further arguments that ``timm.create_model`` needs for it.
     """
 
     stock_class: ClassVar[type[nn.Module]]
@@ -46,7 +46,7 @@ class MoeMixin:
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
 
     def _options(self, kwargs: dict[str, Any]) -> tuple[str, ...]:
-        """Those of convert_to_moe; raises ValueError if one of the router's is an argument of the stock model too."""
+        """List the options of convert_to_moe; ValueError if the stock model has an argument of the same name."""
         names = moe_options(kwargs.get("router", "random"))
         taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
@@ -61,7 +61,7 @@ class MoeMixin:
             loaded = state_dict.get(name)
             if loaded is not None and loaded.ndim == parameter.ndim + 1 and loaded.shape[1:] == parameter.shape:
                 raise ValueError(
-                    f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model has none: create the "
+                    f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model is dense: create the "
                     "model with the moe_layers of the checkpoint."
                 )
         experts = {prefix + name: stacked for name, stacked in expert_parameters(self).items()}
@@ -74,56 +74,48 @@ class MoeMixin:
             )
         if dense and any(layer.router.state_dict() for layer in moe_layers(self).values()):
             _logger.info(
-                "The weights are those of a dense model: the experts are copies of its networks, the routers untrained."
+                "The weights belong to a dense model: the experts are copies of its networks, the routers untrained."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        """As the stock model's, if it has one: experts and routers begin as in a new model."""
-        with dense_for_now(self):
+        """Initialise as the stock class does, if it can: experts and routers end as in a new model."""
+        with swapped_for_dense(self):
             super().init_weights(*args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
-        begin_forward(self)  # under features_only=True this is what is called, and not the model, whose hook does it
+        begin_forward(self)  # features_only=True calls this directly, so the model's own hook does not run
         return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
 
-    def __prepare_scriptable__(self: Any) -> nn.Module:
-        """What torch.jit.script compiles: a copy with the same weights, since torch changes what it is given.
-
-        It does not announce its forwards to routers, which only training needs.
-        """
-        layers = {id(layer): layer.__prepare_scriptable__() for layer in moe_layers(self).values()}
-        return without_announcements(copy_sharing_tensors(self, layers))
-
     def no_weight_decay(self: Any) -> set[str]:
-        """Parameters that timm's optimizers do not decay: those of the stock model, and the experts' biases.
+        """Return names of parameters without weight decay: the stock model's, and the experts' biases.
 
-        timm tells biases by their one dimension where it decays layer by layer; the experts' have two.
+        Under layer decay timm recognises a bias by its single dimension; the experts' biases have two.
         """
         biases = {name for name, stacked in expert_parameters(self).items() if stacked.ndim == 2}
         of_stock = getattr(super(), "no_weight_decay", set)  # some families have none
         return {*of_stock(), *biases}
 
     def restore_stock_class(self: Any) -> None:
-        """Become an instance of the stock class; for :func:`timm_moe.to_dense`, once the experts are gone."""
+        """Turn into an instance of the stock class; :func:`timm_moe.to_dense` calls it once the experts are gone."""
         architecture, args = self.dense_architecture, {**(self.dense_args or {}), **_current_args(self)}
         vars(self).pop("dense_architecture", None)
         vars(self).pop("dense_args", None)
         self.__class__ = self.stock_class
-        if architecture is not None:  # else it was not made by timm's factory
+        if architecture is not None:  # None if timm's factory did not make the model
             set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
-            self._model_args = args  # what timm's create_model leaves on a model, read when it is saved
+            self._model_args = args  # as timm's create_model does; read when the model is saved
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:
-    """Names of the arguments that the constructors of a class and of its bases state."""
+    """Return the names of the arguments of a class's constructor and its bases' constructors."""
     constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
     parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
     return frozenset(parameter.name for parameter in parameters if parameter.kind not in _VARIADIC)
 
 
 def _current_args(model: Any) -> dict[str, Any]:
-    """Arguments that may have changed since the model was created (reset_classifier, set_input_size)."""
+    """Return arguments that may have changed since the model was created (reset_classifier, set_input_size)."""
     current = {"num_classes": model.num_classes}
     if isinstance(getattr(model, "global_pool", None), str):
         current["global_pool"] = model.global_pool
@@ -134,7 +126,13 @@ def _current_args(model: Any) -> dict[str, Any]:
 
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that the exported dense model needs: no MoE options, nothing about loading, no drop rates."""
+    """Return the arguments that the exported dense model needs: no MoE options, no loading options, no drop rates."""
     dropped = (*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE)
     rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
     return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith(rates)}
+
+
+def note_dense_form(model: nn.Module, architecture: str, args: dict[str, Any]) -> None:
+    """Note on a model the name and the arguments of its dense form; a feature extractor is never exported."""
+    if isinstance(model, MoeMixin):
+        model.dense_architecture, model.dense_args = architecture, args

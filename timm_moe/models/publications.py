@@ -1,19 +1,26 @@
-"""The papers that the models come from."""
+"""The papers that describe the models."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Where a paper stands: its arXiv number, first author, title and year."""
+    """A paper on arXiv: its number, first author, title and year."""
 
     arxiv: str
     author: str
     title: str
     year: int
 
+    def bibtex(self) -> str:
+        key = f"{self.author.split(',')[0].lower()}{self.year}"
+        return (
+            f"@article{{{key},\n  title={{{self.title}}},\n  author={{{self.author} and others}},\n"
+            f"  journal={{arXiv:{self.arxiv}}},\n  year={{{self.year}}},\n}}"
+        )
 
-#: By the short names that this package has for them.
+
+#: By the short name of the method.
 PUBLICATIONS = {
     "EWA": Publication(
         *("2308.06093", "Huang, Yongqi"),
@@ -32,3 +39,17 @@ PUBLICATIONS = {
         *("2110.03360", "Allingham, James Urquhart", "Sparse MoEs meet Efficient Ensembles", 2021),
     ),
 }
+
+#: Papers of the families, by the beginning of their registered names; the first match counts.
+_FAMILIES = {
+    "vmoe_pbe": ["pBE", "V-MoE"],
+    "vmoe": ["V-MoE"],
+    "vimoe": ["ViMoE"],
+    "widenet": ["WideNet"],
+    "ones": ["OneS", "WideNet"],
+}
+
+
+def papers_of(name: str) -> list[str]:
+    """List the papers of the family that a registered name belongs to, by their short names."""
+    return next((papers for prefix, papers in _FAMILIES.items() if name.startswith(prefix)), [])

@@ -1,20 +1,20 @@
 """T2T-ViT (arXiv 2101.11986) as "Vision Transformer for Small-Size Datasets" (2112.13492) sizes it.
 
-Images become tokens by overlapping windows that attend to each other and are merged again. Details are those of that
-paper's code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
+Overlapping windows of the image become tokens, which attend to each other and are merged again. Details follow the
+second paper's code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
 from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import Attention, Mlp, PatchEmbed
+from timm.layers import Attention, Mlp
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, unfold
 
-from ..layers.checks import check_flag, check_integer
-from .locality import LocalityAttention, diagonal, shifted
+from ..layers.checks import check_integer
+from .locality import FixedPatchEmbed, LocalityAttention, check_flags, diagonal, shifted
 from .vision_transformer import PreLogitsVisionTransformer
 
 #: Side, stride and padding of the windows that become tokens.
@@ -23,22 +23,21 @@ WINDOW_AREA = 9
 
 
 class TokenAttention(nn.Module):
-    """One head from tokens of one width to another, with the values as its shortcut.
+    """Attention of one head from tokens of one width to another, with the values as its shortcut.
 
     Args:
-        dim: D, of the tokens that come in; the queries are scaled by its root.
-        out_dim: of those that go out.
-        locality: no token attends to itself, at a learned temperature (LSA).
-        device: of the parameters.
-        dtype: of the parameters.
+        dim: D, width of the input tokens; queries are scaled by 1 / sqrt(D).
+        out_dim: width of the output tokens.
+        locality: no token attends to itself, and the temperature is learned (LSA).
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
-    def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
+    def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
         super().__init__()
-        self.qkv = nn.Linear(dim, 3 * out_dim, bias=False, device=device, dtype=dtype)
-        self.proj = nn.Linear(out_dim, out_dim, device=device, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * out_dim, bias=False, **like)
+        self.proj = nn.Linear(out_dim, out_dim, **like)
         scale = dim**-0.5
-        self.scale = nn.Parameter(torch.full((1, 1, 1), scale, device=device, dtype=dtype)) if locality else scale
+        self.scale = nn.Parameter(torch.full((1, 1, 1), scale, **like)) if locality else scale
 
     def forward(self, x_BND: Tensor) -> Tensor:
         queries, keys, values = self.qkv(x_BND).chunk(3, -1)
@@ -50,16 +49,15 @@ class TokenAttention(nn.Module):
 class TokenTransformer(nn.Module):
     """Attention and MLP between two splits.
 
-    Arguments as :class:`TokenAttention`.
+    It takes the arguments of :class:`TokenAttention`.
     """
 
-    def __init__(self, dim: int, out_dim: int, locality: bool, device: Any = None, dtype: Any = None):
+    def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
         super().__init__()
-        like = {"device": device, "dtype": dtype}
         self.norm1 = nn.LayerNorm(dim, **like)
         self.attn = TokenAttention(dim, out_dim, locality, **like)
         self.norm2 = nn.LayerNorm(out_dim, **like)
-        self.feed_forward = Mlp(out_dim, out_dim, **like)  # by another name than that of the blocks, which get experts
+        self.feed_forward = Mlp(out_dim, out_dim, **like)  # not "mlp": a module of that name would get experts
 
     def forward(self, x_BND: Tensor) -> Tensor:
         x_BND = self.attn(self.norm1(x_BND))
@@ -67,17 +65,16 @@ class TokenTransformer(nn.Module):
 
 
 class TokensToToken(nn.Module):
-    """(B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
+    """Makes tokens of images: (B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
 
     Args:
         in_channels: C.
         dim: D.
-        splits: each halves the grid; between them tokens attend to each other.
+        splits: number of splits, each of which halves the grid; tokens attend to each other in between.
         token_dim: width of the tokens between splits.
-        shifted_patches: the image and four shifted copies of it come in together (SPT).
+        shifted_patches: stack the image with four shifted copies (SPT).
         locality_attention: see :class:`TokenAttention`.
-        device: of the parameters.
-        dtype: of the parameters.
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
     def __init__(
@@ -88,11 +85,9 @@ class TokensToToken(nn.Module):
         token_dim: int = 64,
         shifted_patches: bool = False,
         locality_attention: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **like: Any,
     ):
         super().__init__()
-        like = {"device": device, "dtype": dtype}
         self.shifted_patches = shifted_patches
         widths = [in_channels * (5 if shifted_patches else 1), *[token_dim] * (splits - 1)]
         self.transformers = nn.ModuleList(
@@ -109,34 +104,36 @@ class TokensToToken(nn.Module):
 
 
 def _split(x_BCHW: Tensor) -> Tensor:
-    """(B, N, 9 C): overlapping windows."""
+    """Cut images into overlapping windows, (B, N, 9 C)."""
     return unfold(x_BCHW, **WINDOW).transpose(1, 2)
 
 
 def _as_grid(x_BND: Tensor, before_BCHW: Tensor) -> Tensor:
-    """The tokens of a split in their places."""
+    """Arrange the tokens of a split on their grid."""
     height, width = (-(-side // 2) for side in before_BCHW.shape[2:])
     return x_BND.transpose(1, 2).unflatten(2, (height, width))
 
 
-class TokensToTokenEmbed(PatchEmbed):
-    """timm's PatchEmbed with :class:`TokensToToken` in place of its convolution.
+class TokensToTokenEmbed(FixedPatchEmbed):
+    """timm's PatchEmbed with :class:`TokensToToken` instead of its convolution.
 
     Args:
-        img_size: as PatchEmbed.
-        patch_size: a power of 2, the side of what becomes one token in the end.
+        img_size: size of the images.
+        patch_size: side of the area that becomes one token, a power of 2.
         in_chans: channels of the images.
         embed_dim: width of the tokens.
         shifted_patches: see :class:`TokensToToken`.
-        locality_attention: likewise.
+        locality_attention: see :class:`TokensToToken`.
         bias: not used.
-        device: of the parameters.
-        dtype: of the parameters.
-        kwargs: as PatchEmbed.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        kwargs: further arguments of PatchEmbed.
 
     Raises:
         ValueError: if the patch size is no power of 2, or is to change later.
     """
+
+    patches = "T2T's patches"
 
     def __init__(
         self,
@@ -154,52 +151,46 @@ class TokensToTokenEmbed(PatchEmbed):
         check_integer("The patch_size of T2T", patch_size, 2)
         if patch_size & (patch_size - 1):
             raise ValueError(f"The patch_size of T2T must be a power of 2, got {patch_size}.")
-        flags: dict[str, Any] = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        options: dict[str, Any] = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
         splits = patch_size.bit_length() - 1
-        proj = TokensToToken(in_chans, embed_dim, splits, **flags, device=device, dtype=dtype)
-        super().__init__(img_size, patch_size, in_chans, embed_dim, device="meta", **kwargs)
-        self.proj = proj  # type: ignore[assignment]
-
-    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        if patch_size not in (None, self.patch_size, self.patch_size[0]):
-            raise ValueError(f"The patch_size of T2T is fixed at {self.patch_size[0]}, got {patch_size!r}.")
-        super().set_input_size(img_size)
+        proj = TokensToToken(in_chans, embed_dim, splits, **options, device=device, dtype=dtype)
+        super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
 
 
-register_notrace_module(TokensToTokenEmbed)  # looks at the size of the grid
+register_notrace_module(TokensToTokenEmbed)  # it branches on the size of the grid
 
 
-class T2TAttention(Attention):
-    """timm's Attention with a shortcut of its own, beside the block's, as in the authors' code."""
+class _Shortcut(nn.Module):
+    """Adds to an attention a second shortcut inside the block's, as in the authors' code."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         return x + super().forward(x, attn_mask, **kwargs)
 
 
-class T2TLocalityAttention(LocalityAttention):
-    """The same with LSA."""
+class T2TAttention(_Shortcut, Attention):  # type: ignore[misc]
+    """timm's Attention with a shortcut."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return x + super().forward(x, attn_mask, **kwargs)
+
+class T2TLocalityAttention(_Shortcut, LocalityAttention):  # type: ignore[misc]
+    """:class:`LocalityAttention` with a shortcut."""
 
 
 class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
 
     Args:
-        args: as :class:`PreLogitsVisionTransformer`.
-        shifted_patches: shifted copies of the image beside it (SPT).
-        locality_attention: attention is :class:`LocalityAttention` (LSA), also where tokens are made.
-        kwargs: as :class:`PreLogitsVisionTransformer`.
+        args: arguments of :class:`PreLogitsVisionTransformer`.
+        shifted_patches: stack the image with shifted copies (SPT).
+        locality_attention: use :class:`LocalityAttention` (LSA), also while tokens are made.
+        kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(
         self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
     ) -> None:
-        check_flag("shifted_patches", shifted_patches)
-        check_flag("locality_attention", locality_attention)
-        flags = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
-        kwargs["embed_layer"] = partial(TokensToTokenEmbed, **flags)
+        check_flags(shifted_patches, locality_attention)
+        options = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        kwargs["embed_layer"] = partial(TokensToTokenEmbed, **options)
         kwargs["attn_layer"] = T2TLocalityAttention if locality_attention else T2TAttention
         super().__init__(*args, **kwargs)
         self._fix_positions()
@@ -215,7 +206,7 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
 
 
 def _sinusoids(positions: int, dim: int) -> Tensor:
-    """(positions, D), sines in the even and cosines in the odd columns."""
+    """Compute embeddings (positions, D) with sines in the even and cosines in the odd columns."""
     column = torch.arange(dim, dtype=torch.float64)
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * (column // 2) / dim)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos()).float()

@@ -1,21 +1,16 @@
 """Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732), Switch."""
 
 from collections import OrderedDict
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from timm.models import (
-    PretrainedCfg,
-    build_model_with_cfg,
-    generate_default_cfgs,
-    get_arch_pretrained_cfgs,
-    register_model,
-)
+from timm.models import PretrainedCfg, build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from ..layers.checks import check_flag
-from .mixin import MoeMixin, architecture_args
+from .mixin import MoeMixin, architecture_args, note_dense_form
+from .registration import SIZES, register, stock_cfgs, vit_args
 
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 
@@ -52,7 +47,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        x = self.head_drop(self.fc_norm(self.pool(x)))  # as timm's; TorchScript knows no super()
+        # timm's own, written out: exported models may be scripted, and TorchScript cannot compile super().
+        x = self.head_drop(self.fc_norm(self.pool(x)))
         x = self.representation(x)
         return x if pre_logits else self.head(x)
 
@@ -72,57 +68,10 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
         super().restore_stock_class()
 
 
-#: The stock models whose pretrained tags the expert models take over, and which they are exported as.
-_STOCK = {
-    "vit_tiny_ewa_moe": "vit_tiny_patch16_224",
-    "vit_small_ewa_moe": "vit_small_patch16_224",
-    "vit_base_ewa_moe": "vit_base_patch16_224",
-    "vit_large_ewa_moe": "vit_large_patch16_224",
-    "vit_tiny_moe": "vit_tiny_patch16_224",
-    "vit_small_moe": "vit_small_patch16_224",
-    "vit_base_moe": "vit_base_patch16_224",
-    "vmoe_b32": "vit_base_patch32_224",
-    "vmoe_b16": "vit_base_patch16_224",
-    "vmoe_l32": "vit_large_patch32_224",
-    "vmoe_l16": "vit_large_patch16_224",
-    "vmoe_h14": "vit_huge_patch14_224",
-    "vimoe_s14": "vit_small_patch14_dinov2",
-    "vimoe_s14_shared": "vit_small_patch14_dinov2",
-    "vimoe_b14": "vit_base_patch14_dinov2",
-    "vimoe_b14_shared": "vit_base_patch14_dinov2",
-}
-#: ViMoE is trained at 224 pixels; DINOv2's weights come with 518.
-_INPUT_SIZES = {name: (3, 224, 224) for name in _STOCK if name.startswith("vimoe")}
-
-#: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
-VMOE_S_CFG = dict(
-    num_classes=1000,
-    input_size=(3, 224, 224),
-    fixed_input_size=True,
-    crop_pct=0.875,
-    interpolation="bilinear",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-    first_conv="patch_embed.proj",
-    classifier="head",
-)
-
-default_cfgs = generate_default_cfgs(
-    {
-        # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
-        f"{name}.{cfg.tag}" if cfg.tag else name: replace(
-            cfg, url="", custom_load=False, input_size=_INPUT_SIZES.get(name, cfg.input_size)
-        )
-        for name, stock in _STOCK.items()
-        for cfg in get_arch_pretrained_cfgs(stock).values()
-    }
-    | {"vmoe_s32": VMOE_S_CFG}
-)
-
 #: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
 NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
-VMOE = dict(
+VMOE: dict[str, Any] = dict(
     router="top_k",
     num_experts=32,
     moe_layers="last-2",
@@ -134,7 +83,8 @@ VMOE = dict(
     aux_loss_weight=0.01,
 )
 #: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing dropped.
-_VIMOE = dict(
+#: It starts from DINOv2, at 224 pixels instead of DINOv2's 518.
+_VIMOE: dict[str, Any] = dict(
     router="top_k",
     num_experts=8,
     moe_layers="tail-2",
@@ -143,8 +93,83 @@ _VIMOE = dict(
     top_k=1,
     aux_loss="balance",
     aux_loss_weight=0.01,
+    init_values=1e-5,
+    img_size=224,
 )
-_DINOV2 = dict(patch_size=14, depth=12, init_values=1e-5, img_size=224)
+#: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
+VMOE_S_CFG: dict[str, Any] = dict(
+    num_classes=1000,
+    input_size=(3, 224, 224),
+    fixed_input_size=True,
+    crop_pct=0.875,
+    interpolation="bilinear",
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    first_conv="patch_embed.proj",
+    classifier="head",
+)
+
+
+class Variant(NamedTuple):
+    """A registered model.
+
+    Attributes:
+        description: one line about it.
+        stock: the model of timm whose pretrained tags it takes over, and as which its weights are exported.
+        args: arguments that make timm's VisionTransformer this model.
+        own_size: further arguments, which the exported model needs too: timm has no model of this size, so there are
+            no pretrained tags.
+    """
+
+    description: str
+    stock: str
+    args: dict[str, Any]
+    own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
+
+    def cfgs(self, name: str, **changes: Any) -> dict[str, Any]:
+        """Entries of ``default_cfgs`` for the model of this name."""
+        return {name: VMOE_S_CFG} if self.own_size else stock_cfgs(name, self.stock, **changes)
+
+
+_VARIANTS = {
+    "vit_tiny_ewa_moe": Variant("EWA ViT-Ti/16.", "vit_tiny_patch16_224", vit_args("tiny", 16)),
+    "vit_small_ewa_moe": Variant("EWA ViT-S/16.", "vit_small_patch16_224", vit_args("small", 16)),
+    "vit_base_ewa_moe": Variant("EWA ViT-B/16.", "vit_base_patch16_224", vit_args("base", 16)),
+    "vit_large_ewa_moe": Variant("EWA ViT-L/16.", "vit_large_patch16_224", vit_args("large", 16)),
+    "vit_tiny_moe": Variant("Naive MoE ViT-Ti/16.", "vit_tiny_patch16_224", vit_args("tiny", 16, **NAIVE)),
+    "vit_small_moe": Variant("Naive MoE ViT-S/16.", "vit_small_patch16_224", vit_args("small", 16, **NAIVE)),
+    "vit_base_moe": Variant("Naive MoE ViT-B/16.", "vit_base_patch16_224", vit_args("base", 16, **NAIVE)),
+    "vmoe_s32": Variant(
+        "V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S.",
+        *("vit_small_patch32_224", {"patch_size": 32, **VMOE}, SIZES["vmoe_small"]),
+    ),
+    "vmoe_b32": Variant("V-MoE-B/32.", "vit_base_patch32_224", vit_args("base", 32, **VMOE)),
+    "vmoe_b16": Variant("V-MoE-B/16.", "vit_base_patch16_224", vit_args("base", 16, **VMOE)),
+    "vmoe_l32": Variant("V-MoE-L/32.", "vit_large_patch32_224", vit_args("large", 32, **VMOE)),
+    "vmoe_l16": Variant("V-MoE-L/16.", "vit_large_patch16_224", vit_args("large", 16, **VMOE)),
+    "vmoe_h14": Variant(
+        "V-MoE-H/14.", "vit_huge_patch14_224", vit_args("huge", 14, **{**VMOE, "moe_layers": "last-5"})
+    ),
+    "vimoe_s14": Variant("ViMoE-S/14.", "vit_small_patch14_dinov2", vit_args("small", 14, **_VIMOE)),
+    "vimoe_s14_shared": Variant(
+        "ViMoE-S/14 with a shared expert.",
+        *("vit_small_patch14_dinov2", vit_args("small", 14, shared_expert=True, **_VIMOE)),
+    ),
+    "vimoe_b14": Variant("ViMoE-B/14.", "vit_base_patch14_dinov2", vit_args("base", 14, **_VIMOE)),
+    "vimoe_b14_shared": Variant(
+        "ViMoE-B/14 with a shared expert.",
+        *("vit_base_patch14_dinov2", vit_args("base", 14, shared_expert=True, **_VIMOE)),
+    ),
+}
+
+
+def _cfgs(name: str, variant: Variant) -> dict[str, Any]:
+    return variant.cfgs(name, input_size=(3, 224, 224)) if name.startswith("vimoe") else variant.cfgs(name)
+
+
+default_cfgs = generate_default_cfgs(
+    {tagged: cfg for name, variant in _VARIANTS.items() for tagged, cfg in _cfgs(name, variant).items()}
+)
 
 
 def create_moe_vit(
@@ -176,138 +201,25 @@ def create_moe_vit(
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **{**model_args, **kwargs},
     )
-    if isinstance(model, MoeMixin):  # a feature extractor around it is never exported
-        model.dense_architecture = dense_architecture
-        model.dense_args = architecture_args(kwargs)
+    note_dense_form(model, dense_architecture, architecture_args(kwargs))
     return model
 
 
-def _create_stock_sized(name: str, pretrained: bool, model_args: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
-    return create_moe_vit(name, _STOCK[name], pretrained, model_args, kwargs)
+def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    variant = _VARIANTS[name]
+    model_args = variant.args
+    if name.startswith("vimoe") and not _states_classes(kwargs):
+        model_args = {"num_classes": 1000, **model_args}  # DINOv2's weights, and so their config, have no classifier
+    return create_moe_vit(name, variant.stock, pretrained, model_args, {**variant.own_size, **kwargs})
 
 
-def _create_vimoe(name: str, pretrained: bool, size: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
-    """With 1000 classes where nobody states a number but the config of DINOv2's weights, which have no classifier."""
-    cfg = kwargs.get("pretrained_cfg")  # of a folder or repository it has a source, and its number counts, 0 too
+def _states_classes(kwargs: dict[str, Any]) -> bool:
+    """Tell whether a pretrained config states the number of classes: any number, 0 too, if it is a saved model's."""
+    cfg = kwargs.get("pretrained_cfg")
     stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
     stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
-    told = stated.get("source") or stated.get("num_classes")
-    model_args = {**_DINOV2, **_VIMOE, **size, **({} if told else {"num_classes": 1000})}
-    return _create_stock_sized(name, pretrained, model_args, kwargs)
+    return bool(stated.get("source") or stated.get("num_classes"))
 
 
-@register_model
-def vit_tiny_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """EWA ViT-Ti/16."""
-    model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
-    return _create_stock_sized("vit_tiny_ewa_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vit_small_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """EWA ViT-S/16."""
-    model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
-    return _create_stock_sized("vit_small_ewa_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vit_base_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """EWA ViT-B/16."""
-    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
-    return _create_stock_sized("vit_base_ewa_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vit_large_ewa_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """EWA ViT-L/16."""
-    model_args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
-    return _create_stock_sized("vit_large_ewa_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vit_tiny_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Naive MoE ViT-Ti/16."""
-    model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3, **NAIVE)
-    return _create_stock_sized("vit_tiny_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vit_small_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Naive MoE ViT-S/16."""
-    model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6, **NAIVE)
-    return _create_stock_sized("vit_small_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vit_base_moe(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Naive MoE ViT-B/16."""
-    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **NAIVE)
-    return _create_stock_sized("vit_base_moe", pretrained, model_args, kwargs)
-
-
-@register_model
-def vmoe_s32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S."""
-    size = dict(embed_dim=512, depth=8, num_heads=8)  # what the export needs beside the name of the stock model
-    return create_moe_vit(
-        "vmoe_s32", "vit_small_patch32_224", pretrained, {"patch_size": 32, **VMOE}, {**size, **kwargs}
-    )
-
-
-@register_model
-def vmoe_b32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """V-MoE-B/32."""
-    model_args = dict(patch_size=32, embed_dim=768, depth=12, num_heads=12, **VMOE)
-    return _create_stock_sized("vmoe_b32", pretrained, model_args, kwargs)
-
-
-@register_model
-def vmoe_b16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """V-MoE-B/16."""
-    model_args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, **VMOE)
-    return _create_stock_sized("vmoe_b16", pretrained, model_args, kwargs)
-
-
-@register_model
-def vmoe_l32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """V-MoE-L/32."""
-    model_args = dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16, **VMOE)
-    return _create_stock_sized("vmoe_l32", pretrained, model_args, kwargs)
-
-
-@register_model
-def vmoe_l16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """V-MoE-L/16."""
-    model_args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16, **VMOE)
-    return _create_stock_sized("vmoe_l16", pretrained, model_args, kwargs)
-
-
-@register_model
-def vmoe_h14(pretrained: bool = False, **kwargs) -> nn.Module:
-    """V-MoE-H/14."""
-    model_args = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16, **{**VMOE, "moe_layers": "last-5"})
-    return _create_stock_sized("vmoe_h14", pretrained, model_args, kwargs)
-
-
-@register_model
-def vimoe_s14(pretrained: bool = False, **kwargs) -> nn.Module:
-    """ViMoE-S/14."""
-    return _create_vimoe("vimoe_s14", pretrained, dict(embed_dim=384, num_heads=6), kwargs)
-
-
-@register_model
-def vimoe_s14_shared(pretrained: bool = False, **kwargs) -> nn.Module:
-    """ViMoE-S/14 with a shared expert."""
-    return _create_vimoe("vimoe_s14_shared", pretrained, dict(embed_dim=384, num_heads=6, shared_expert=True), kwargs)
-
-
-@register_model
-def vimoe_b14(pretrained: bool = False, **kwargs) -> nn.Module:
-    """ViMoE-B/14."""
-    return _create_vimoe("vimoe_b14", pretrained, dict(embed_dim=768, num_heads=12), kwargs)
-
-
-@register_model
-def vimoe_b14_shared(pretrained: bool = False, **kwargs) -> nn.Module:
-    """ViMoE-B/14 with a shared expert."""
-    return _create_vimoe("vimoe_b14_shared", pretrained, dict(embed_dim=768, num_heads=12, shared_expert=True), kwargs)
+for _name, _variant in _VARIANTS.items():
+    register(__name__, _name, _variant.description, partial(_create, _name))

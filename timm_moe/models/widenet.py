@@ -1,17 +1,18 @@
 """WideNet (arXiv 2107.11817): attention and experts held once and used by every block; norms of each block its own."""
 
+from functools import partial
 from typing import Any
 
 import torch
-from timm.models import generate_default_cfgs, register_model, register_notrace_module
+from timm.models import generate_default_cfgs, register_notrace_module
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..convert.routers import moe_options
+from ..convert.registry import moe_options
 from ..layers.checks import check_flag
 from .mixin import MoeMixin
-from .sharing import keep_once_in_state_dict
+from .registration import SIZES, register
 from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
@@ -20,7 +21,9 @@ __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
 class SharedVisionTransformer(PreLogitsVisionTransformer):
     """A ViT whose blocks share one attention and one feed-forward network (WideNet without experts, section 4.4).
 
-    They are held, and named in the state dict, as parts of the first block.
+    The shared parts belong to the first block. The state dict has them once, under its name: files stay small,
+    safetensors accepts them (it refuses shared tensors), and a weight average over state dicts (timm's ModelEmaV3)
+    moves each tensor once.
 
     Args:
         args: as timm's VisionTransformer.
@@ -44,26 +47,52 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
             zero = torch.zeros_like(self.cls_token)
             del self.cls_token
             self.register_buffer("cls_token", zero)
-        keep_once_in_state_dict(self)
+        self.register_state_dict_post_hook(_drop_repeated)
+        self.register_load_state_dict_pre_hook(_repeat)
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As timm's, which would draw the class token from a narrow normal distribution."""
+        """Initialise as timm does, but keep a constant class token zero."""
         super().init_weights(*args, **kwargs)
         if getattr(self, "zero_class_token", False):  # not yet known when the stock class calls this
             nn.init.zeros_(self.cls_token)  # type: ignore[arg-type]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """As timm's, with what the blocks share in the group of the last: layer decay must not treat it as early."""
+        """Return timm's groups, with the shared parts in the last block's: layer decay must not treat them as early."""
         groups = super().group_matcher(coarse)
         shared = rf"^blocks\.0\.(?:0\.)?(?:{'|'.join(self.shared_parts)})\."
         return {**groups, "blocks": [(shared, (len(self.blocks) - 1,)), *groups["blocks"]]}
 
 
 def _block_without_weights_but_first(**kwargs: Any) -> Block:
-    """A block; from the second on only its norms and drop paths are its own."""
+    """Build a block; from the second on, only norms and drop paths belong to it."""
     if kwargs["depth"]:
         kwargs |= dict(attn_layer=nn.Identity, mlp_layer=nn.Identity)
     return Block(**kwargs)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Map each further name of a shared parameter to its first."""
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    return {name: earlier for name, earlier in names.items() if name != earlier}
+
+
+def _drop_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in _first_names(module):
+        state_dict.pop(prefix + name, None)
+
+
+def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    for name, first in _first_names(module).items():
+        if prefix + name in state_dict:
+            raise ValueError(
+                f"The checkpoint has weights of its own in {prefix}{name}, which this model shares with {first}."
+            )
+        if prefix + first in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + first]
 
 
 class RoutingGroup(nn.Sequential):
@@ -90,20 +119,20 @@ class WideNet(MoeMixin, SharedVisionTransformer):
 
     Args:
         args: as :class:`SharedVisionTransformer`.
-        routing_groups: G, divide the blocks into this many groups of consecutive ones; the first of a group decides
-            where the tokens go in all of it, and the balance loss has G terms. By default every block decides.
+        routing_groups: G, number of groups into which consecutive blocks are divided; the first block of a group
+            routes the tokens for the whole group, and the balance loss has G terms. By default every block routes.
         kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe` but ``moe_layers``.
 
     Raises:
         ValueError: if ``routing_groups`` does not divide the number of blocks, or goes with random partitions, which
-            are drawn anew in every block.
+            differ in every block.
     """
 
     stock_class = SharedVisionTransformer
 
     def __init__(self, *args: Any, routing_groups: int | None = None, router: str = "top_k", **kwargs: Any):
         if kwargs.pop("moe_layers", "every-1") != "every-1":
-            raise ValueError("A WideNet has one expert layer, which stands in every block, so it has no moe_layers.")
+            raise ValueError("A WideNet has one expert layer for all blocks, so it has no moe_layers.")
         if routing_groups is not None and router != "top_k":
             raise ValueError(f"routing_groups is an option of router='top_k', got router={router!r}.")
         super().__init__(*args, router=router, moe_layers="every-1", **kwargs)
@@ -146,33 +175,34 @@ _WIDENET = dict(
     aux_loss="balance_top_k",
     aux_loss_weight=0.01,
 )
-#: The paper averages over the patches; there is no class token.
+#: The paper averages over the patches, without a class token.
 _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=False)
 #: The authors' code has a class token that is a constant zero, averages over it too, and has a layer before the
-#: classifier: the paper's parameter counts are those.
+#: classifier. The paper's parameter counts are of this model.
 _OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=True, pre_logits=True)
 
-
+#: Arguments of WideNet's sizes. B has an MLP as wide as that of the paper, not timm's.
 _SIZES: dict[str, dict[str, Any]] = {
-    "b": dict(embed_dim=768, depth=12, num_heads=12, mlp_ratio=4096 / 768),
-    "l": dict(embed_dim=1024, depth=24, num_heads=16),
-    "h": dict(embed_dim=1280, depth=32, num_heads=16),
+    "b": {**SIZES["base"], "mlp_ratio": 4096 / 768},
+    "l": SIZES["large"],
+    "h": SIZES["huge"],
 }
 
 
-def _create(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+def _create_widenet(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    variant = f"widenet_{size}"
     if kwargs.get("num_experts") == 0:
-        return _create_without_experts(f"widenet_{size}", size, pretrained, kwargs)
+        return _create_dense(variant, size, pretrained, kwargs)
     model_args = {**_WIDENET, **_size_and_head(size, kwargs)}
-    model = create_moe_vit(f"widenet_{size}", f"ones_{size}", pretrained, model_args, kwargs, WideNet)
+    model = create_moe_vit(variant, f"ones_{size}", pretrained, model_args, kwargs, WideNet)
     if isinstance(model, WideNet) and model.dense_args is not None:
         model.dense_args["official_compat"] = model.zero_class_token
         model.dense_args.pop("routing_groups", None)
     return model
 
 
-def _create_without_experts(variant: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """One dense network for all blocks."""
+def _create_dense(variant: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """Build a model with one dense network for all blocks."""
     foreign = [name for name in kwargs if name in (*moe_options("top_k"), "routing_groups") and name != "num_experts"]
     if foreign or kwargs.pop("num_experts", 0):
         raise ValueError(
@@ -183,43 +213,20 @@ def _create_without_experts(variant: str, size: str, pretrained: bool, kwargs: d
 
 
 def _size_and_head(size: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a size; takes ``official_compat`` from the caller's."""
+    """Return the arguments of a size; takes ``official_compat`` out of the caller's."""
     official = kwargs.pop("official_compat", False)
     check_flag("official_compat", official)
     return {**_POOLING, **(_OFFICIAL if official else {}), **_SIZES[size]}
 
 
-@register_model
-def widenet_b(pretrained: bool = False, **kwargs) -> nn.Module:
-    """WideNet-B."""
-    return _create("b", pretrained, kwargs)
-
-
-@register_model
-def widenet_l(pretrained: bool = False, **kwargs) -> nn.Module:
-    """WideNet-L."""
-    return _create("l", pretrained, kwargs)
-
-
-@register_model
-def widenet_h(pretrained: bool = False, **kwargs) -> nn.Module:
-    """WideNet-H."""
-    return _create("h", pretrained, kwargs)
-
-
-@register_model
-def ones_b(pretrained: bool = False, **kwargs) -> nn.Module:
-    """OneS's student of WideNet-B (arXiv 2201.10890): one dense network, as wide as an expert, for all blocks."""
-    return _create_without_experts("ones_b", "b", pretrained, kwargs)
-
-
-@register_model
-def ones_l(pretrained: bool = False, **kwargs) -> nn.Module:
-    """OneS's student of WideNet-L."""
-    return _create_without_experts("ones_l", "l", pretrained, kwargs)
-
-
-@register_model
-def ones_h(pretrained: bool = False, **kwargs) -> nn.Module:
-    """OneS's student of WideNet-H."""
-    return _create_without_experts("ones_h", "h", pretrained, kwargs)
+for _size in _SIZES:
+    _widenet = f"WideNet-{_size.upper()}"
+    register(__name__, f"widenet_{_size}", f"{_widenet}.", partial(_create_widenet, _size))
+    register(
+        *(
+            __name__,
+            f"ones_{_size}",
+            f"OneS's student of {_widenet} (arXiv 2201.10890): one dense network for all blocks.",
+        ),
+        partial(_create_dense, f"ones_{_size}", _size),
+    )

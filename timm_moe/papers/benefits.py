@@ -1,13 +1,13 @@
-"""What a dense student keeps of its experts (OneS)."""
+"""The benefit of experts that a dense student keeps (OneS)."""
 
 
 def moe_benefits(student: float, teacher: float, dense: float) -> float:
-    """The share of what experts bring that a dense student keeps (OneS, arXiv 2201.10890, section 4.1).
+    """Share of the accuracy gained by experts that a dense student keeps (OneS, arXiv 2201.10890, section 4.1).
 
     Args:
-        student: accuracy of the dense model made of the teacher.
+        student: accuracy of the dense model made from the teacher.
         teacher: accuracy of the model with experts.
-        dense: accuracy of a dense model trained by itself.
+        dense: accuracy of a dense model trained alone.
 
     Raises:
         ValueError: if the teacher is not better than the dense model.

@@ -1,4 +1,4 @@
-"""Every ``<architecture>_ewa_moe`` with its size, for docs/generated/models.md: the command prints that page."""
+"""The size of every ``<architecture>_ewa_moe``: the command prints docs/generated/models.md."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -62,23 +62,19 @@ layer serves attention and the network.
 def sections(architectures: Iterable[str]) -> Iterator[str]:
     """The text of docs/generated/models.md, in pieces as they are made."""
     yield _INTRODUCTION
-    for family, of_family in groupby(architectures, key=_family):
+    for family, of_family in groupby(architectures, lambda name: model_entrypoint(name).__module__.rpartition(".")[2]):
         yield f"\n## {family}\n\n| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"
         for architecture in of_family:
             yield f"{row(architecture)}\n"
 
 
 def row(architecture: str) -> str:
-    """A model's row in the table of its family; a token passes through the parameters that will be exported."""
+    """A model's row in the table of its family; the parameters that a token passes through will be exported."""
     name = f"{architecture}_ewa_moe"
     model = weightless_model(name)
     networks = f"{len(moe_layers(model))} of {len(ffn_paths(model))}"
     tags = sum(bool(cfg.has_weights) for cfg in get_arch_pretrained_cfgs(name).values())
     return f"| `{name}` | {networks} | {parameters(model):,} | {activated_parameters(model):,} | {tags} |"
-
-
-def _family(architecture: str) -> str:
-    return model_entrypoint(architecture).__module__.rpartition(".")[2]
 
 
 def _with_progress(architectures: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How far the layer norms of a model's blocks lie apart: what WideNet's blocks have of their own (arXiv 2107.11817)."""
+"""The divergence of the layer norms of a model's blocks, which WideNet's blocks do not share (arXiv 2107.11817)."""
 
 import re
 
@@ -11,19 +11,19 @@ from ..convert.blocks import unwrapped
 def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
     """Divergence of the layer norms of all blocks (WideNet, eq. 9), one number for each element.
 
-    Every element of a block's scale (or bias) is compared with every element of those of the other blocks: with N
-    blocks of width D, ``y_i = 1 / (D N^2) * sum over j, n, m, where n != j, of |scale_ij - scale_mn|``. So it measures
-    the spread within a norm too, and is 0 only if all elements are alike.
+    Every element of a block's scale (or bias) is compared with every element in the other blocks: with N blocks of
+    width D, ``y_i = 1 / (D N^2) * sum over j, n, m, where n != j, of |scale_ij - scale_mn|``. It measures the spread
+    within a norm too, and is 0 only if all elements are equal.
 
     Args:
-        model: whose blocks are its ``blocks``, as in timm's ViTs and all WideNets; perhaps in a wrapper.
+        model: has ``blocks``, as timm's ViTs and all WideNets; perhaps in a wrapper.
 
     Returns:
         (D,) in float64 on the CPU, by the name of the tensor in a block: ``"norm1.weight"``, ``"norm1.bias"``,
-        ``"norm2.weight"``, ... The paper shows those of ``norm2``, before the feed-forward network.
+        ``"norm2.weight"``, ... The paper shows ``norm2``, before the feed-forward network.
 
     Raises:
-        ValueError: if the model has no two blocks with layer norms of the same place, or blocks share a norm.
+        ValueError: if no two blocks have layer norms in the same place, or blocks share a norm.
     """
     norms = _norms_of_blocks(model)
     divergence = {}
@@ -33,17 +33,18 @@ def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
         for name in ("weight", "bias"):
             tensors = [getattr(norm, name) for norm in of_blocks]
             if all(tensor is not None for tensor in tensors):
-                divergence[f"{place}.{name}"] = _divergence(torch.stack([_precise(tensor) for tensor in tensors]))
+                values_ND = torch.stack([tensor.detach().to("cpu", torch.float64).flatten() for tensor in tensors])
+                divergence[f"{place}.{name}"] = _divergence(values_ND)
     if not divergence:
         raise ValueError(f"This {type(unwrapped(model)).__name__} has no blocks with layer norms to compare.")
     return divergence
 
 
 def _norms_of_blocks(model: nn.Module) -> dict[str, list[nn.LayerNorm]]:
-    """The norms that several blocks have in the same place, of one width."""
+    """The norms in the same place of several blocks, if they have one width."""
     places: dict[str, list[nn.LayerNorm]] = {}
     for name, module in unwrapped(model).named_modules(remove_duplicate=False):
-        inside = re.fullmatch(r"blocks\.(?:\d+\.)+(.+)", name)  # WideNet's blocks may stand in groups
+        inside = re.fullmatch(r"blocks\.(?:\d+\.)+(.+)", name)  # WideNet may have groups of blocks
         if inside and isinstance(module, nn.LayerNorm):
             places.setdefault(inside[1], []).append(module)
     return {
@@ -53,20 +54,16 @@ def _norms_of_blocks(model: nn.Module) -> dict[str, list[nn.LayerNorm]]:
     }
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64).flatten()
-
-
 def _divergence(values_ND: Tensor) -> Tensor:
     """(D,) of eq. 9."""
     blocks, width = values_ND.shape
     everywhere = values_ND.flatten()
     total_D = sum(_distances(own_D, everywhere) - _distances(own_D, own_D) for own_D in values_ND)
-    return torch.as_tensor(total_D).clamp(min=0) / (width * blocks**2)  # rounding may leave less than none
+    return torch.as_tensor(total_D).clamp(min=0) / (width * blocks**2)  # rounding may give less than 0
 
 
 def _distances(x: Tensor, others: Tensor) -> Tensor:
-    """For each entry of x, the sum of its distances to all others: by sums of the sorted ones below and above it."""
+    """The sum of each entry's distances to all others, by partial sums of the sorted others."""
     ordered = others.sort().values
     below = torch.searchsorted(ordered, x)
     sums = torch.nn.functional.pad(ordered.cumsum(0), (1, 0))

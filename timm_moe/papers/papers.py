@@ -1,6 +1,6 @@
-"""The size and cost of the models as the papers print them, and the same measured on the models.
+"""The sizes and costs that the papers print, beside those measured on the models.
 
-``python -m timm_moe.papers.papers > docs/generated/papers.md`` writes the page of all of them.
+``python -m timm_moe.papers.papers > docs/generated/papers.md`` writes the page.
 """
 
 import math
@@ -27,16 +27,16 @@ from ..info import (
 )
 from ..models.publications import PUBLICATIONS
 
-#: Those whose figures are measured here, in the order of the page, with their arXiv numbers.
+#: The papers whose figures are measured here, in the order of the page, with their arXiv numbers.
 PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", "ViMoE", "pBE")}
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something to measure on a model.
+    """A size or cost of a model.
 
     Attributes:
-        name: what it is, with its unit.
+        name: with its unit.
         measure: takes the registered name of a model and arguments of ``timm.create_model``.
     """
 
@@ -52,11 +52,11 @@ class Figure:
         paper: a key of :data:`PAPERS`.
         where: the place in it.
         model: registered name.
-        quantity: what the number says.
-        printed: the number as printed, or None where it is not legible in the copy at hand.
-        options: arguments of ``timm.create_model`` that make the paper's model.
-        reason: why the model has another number, where it has.
-        floor: the digits that are not printed are cut off, not rounded.
+        quantity: measures the model.
+        printed: the number as printed; None if the copy at hand is not legible.
+        options: arguments of ``timm.create_model`` for the paper's model.
+        reason: explains another number of the model.
+        floor: the paper cuts digits off instead of rounding.
     """
 
     paper: str
@@ -74,11 +74,11 @@ class Figure:
         return " ".join([self.model, *(f"{name}={value}" for name, value in self.options.items())])
 
     def measure(self) -> float:
-        """The number that the model has."""
+        """The model's number."""
         return self.quantity.measure(self.model, **self.options)
 
     def agrees(self, value: float) -> bool:
-        """Whether ``value`` with the printed digits is what the paper prints."""
+        """True if a value with the printed digits is the paper's number."""
         if self.printed is None:
             return False
         unit = 10.0 ** -len(self.printed.partition(".")[2])
@@ -86,9 +86,9 @@ class Figure:
         return 0 <= difference < unit if self.floor else abs(difference) <= unit / 2
 
 
-def _on_module(measure: Callable[[Any], float]) -> Callable[..., float]:
-    """A :attr:`Quantity.measure` from a function of the module, which may change it."""
-    return lambda name, **options: measure(weightless_model(name, **options))
+def _of_module(name: str, measure: Callable[[Any], float]) -> Quantity:
+    """A quantity from a function of the module, which may change it."""
+    return Quantity(name, lambda model, **options: measure(weightless_model(model, **options)))
 
 
 def _dense_parameters(model: nn.Module) -> int:
@@ -104,15 +104,6 @@ def _segmentation_gmacs(model: Any) -> float:
     return _gmacs(model) + 150 * model.embed_dim * model.patch_embed.num_patches / 1e9
 
 
-def _routes(model: nn.Module) -> int:
-    return math.prod(router.routing_degree() for router in _routers(model))
-
-
-def _places(model: nn.Module) -> float:
-    router = _routers(model)[0]
-    return router.top_k * router.capacity_factor
-
-
 def _routers(model: nn.Module) -> list[Any]:
     return [layer.router for layer in moe_layers(model).values()]
 
@@ -123,7 +114,7 @@ def _training_cost(name: str, **options: Any) -> float:
 
 
 def _against(reference: str, copies: int = 1) -> Quantity:
-    """Training cost over that of one or more copies of another model with the same options."""
+    """Training cost over the cost of one or more copies of another model with the same options."""
 
     def measure(name: str, **options: Any) -> float:
         return 100 * (_training_cost(name, **options) / (copies * _training_cost(reference, **options)) - 1)
@@ -132,72 +123,62 @@ def _against(reference: str, copies: int = 1) -> Quantity:
 
 
 def _reached(experts: float) -> Quantity:
-    """Parameters for an image whose tokens reach so many routed experts, counted over all layers (a mean)."""
+    """Parameters for an image whose tokens reach so many routed experts in all layers together, on average."""
 
     def measure(model: nn.Module) -> float:
         layers = list(moe_layers(model).values())
         idle = sum(layer.num_experts for layer in layers) - experts
         return (parameters(model) - router_parameters(model) - idle * parameters_of_an_expert(layers[0])) / 1e6
 
-    return Quantity(f"activated parameters (M), {experts} routed experts reached", _on_module(measure))
+    return _of_module(f"activated parameters (M), {experts} routed experts reached", measure)
 
 
-PARAMETERS = Quantity("parameters (M)", _on_module(lambda model: parameters(model) / 1e6))
-BILLIONS = Quantity("parameters (10^9)", _on_module(lambda model: parameters(model) / 1e9))
-ACTIVATED = Quantity(
-    "activated parameters (M)", _on_module(lambda model: (activated_parameters(model) - router_parameters(model)) / 1e6)
+PARAMETERS = _of_module("parameters (M)", lambda model: parameters(model) / 1e6)
+BILLIONS = _of_module("parameters (10^9)", lambda model: parameters(model) / 1e9)
+ACTIVATED = _of_module(
+    "activated parameters (M)", lambda model: (activated_parameters(model) - router_parameters(model)) / 1e6
 )
-DENSE = Quantity("parameters of the dense model (M)", _on_module(lambda model: _dense_parameters(model) / 1e6))
-RATIO = Quantity(
-    "parameters / the dense model's", _on_module(lambda model: parameters(model) / _dense_parameters(model))
-)
-MACS = Quantity("MACs (G)", _on_module(_gmacs))
-LINEAR_MACS = Quantity(
-    "MACs (G) without attention's products", _on_module(lambda model: _gmacs(model, attention=False))
-)
-SEGMENTATION_MACS = Quantity("MACs (G) with ADE20K's classifier", _on_module(_segmentation_gmacs))
+DENSE = _of_module("parameters of the dense model (M)", lambda model: _dense_parameters(model) / 1e6)
+RATIO = _of_module("parameters / the dense model's", lambda model: parameters(model) / _dense_parameters(model))
+MACS = _of_module("MACs (G)", _gmacs)
+LINEAR_MACS = _of_module("MACs (G) without attention's products", lambda model: _gmacs(model, attention=False))
+SEGMENTATION_MACS = _of_module("MACs (G) with ADE20K's classifier", _segmentation_gmacs)
 TRAINING = Quantity("training cost (2^30 operations)", _training_cost)
-ROUTES = Quantity("ways through the experts", _on_module(_routes))
-PLACES = Quantity("FFN cost / the dense model's", _on_module(_places))
+ROUTES = _of_module(
+    "ways through the experts", lambda model: math.prod(router.routing_degree() for router in _routers(model))
+)
+PLACES = _of_module(
+    "FFN cost / the dense model's", lambda model: _routers(model)[0].top_k * _routers(model)[0].capacity_factor
+)
 
 
-#: The positions and layers that the paper's counts include.
-_OFFICIAL = dict(official_compat=True)
-
-
-def _widenet_tables_1_and_3() -> Iterator[Figure]:
+def _widenet_and_ones() -> Iterator[Figure]:
+    official = dict(official_compat=True)  # the positions and layers that the papers' counts include
     for model, experts, shared_norm, dense in [
         ("widenet_b", "29", "29", "9"),
         ("widenet_l", "40", "40", "15"),
         ("widenet_h", "63", "63", "23"),
     ]:
-        width: dict[str, Any] = (
-            {"mlp_ratio": 4} if model == "widenet_b" else {}
-        )  # with that of its experts it would be 10
+        # with the ratio of its experts, the dense WideNet-B would have 10
+        ratio: dict[str, Any] = {"mlp_ratio": 4} if model == "widenet_b" else {}
         for where, printed, options in [
             ("tables 1, 3", experts, {}),
             ("table 3", shared_norm, {"shared_norm": True}),
-            ("table 3", dense, {"num_experts": 0, **width}),
+            ("table 3", dense, {"num_experts": 0, **ratio}),
         ]:
-            yield Figure("WideNet", where, model, PARAMETERS, printed, {**_OFFICIAL, **options}, floor=True)
-
-
-def _widenet_tables_4_and_5() -> Iterator[Figure]:
+            yield Figure("WideNet", where, model, PARAMETERS, printed, {**official, **options}, floor=True)
     for printed, options in [
         ("40", {"depth": 12}),
         ("15", {"num_experts": 0}),
         ("24", {"num_experts": 0, "mlp_ratio": 8}),
     ]:
-        yield Figure("WideNet", "table 4", "widenet_l", PARAMETERS, printed, {**_OFFICIAL, **options}, floor=True)
-    cifar = {**_OFFICIAL, "pre_logits": False, "num_classes": 10}
+        yield Figure("WideNet", "table 4", "widenet_l", PARAMETERS, printed, {**official, **options}, floor=True)
+    cifar = {**official, "pre_logits": False, "num_classes": 10}
     reason = "28.3 by the count that all other models of the table fit but ViT-L"
     yield Figure("WideNet", "table 5", "widenet_b", PARAMETERS, "27", cifar, reason, floor=True)
     yield Figure("WideNet", "table 5", "widenet_l", PARAMETERS, "38", cifar, floor=True)
-
-
-def _ones() -> Iterator[Figure]:
     for model, printed in (("ones_b", "10"), ("ones_l", "15")):
-        yield Figure("OneS", "table 1", model, PARAMETERS, printed, _OFFICIAL, floor=True)
+        yield Figure("OneS", "table 1", model, PARAMETERS, printed, official, floor=True)
     yield Figure("OneS", "table 2", "widenet_b", PLACES, "2.4")
 
 
@@ -206,7 +187,7 @@ def _vimoe_options(experts: int, blocks: int) -> dict[str, Any]:
     return {} if registered else dict(num_experts=experts, moe_layers=f"tail-{blocks}")
 
 
-def _vimoe_table_1() -> Iterator[Figure]:
+def _vimoe() -> Iterator[Figure]:
     for experts, blocks, shared, total, activated in [
         (2, 5, False, "27.9", "22.0"),
         (2, 5, True, "33.8", "27.9"),
@@ -223,36 +204,26 @@ def _vimoe_table_1() -> Iterator[Figure]:
         reason = "rounds to 78.7: 0.003 M are missing" if total == "78.8" else ""
         yield Figure("ViMoE", "table 1", model, PARAMETERS, total, options, reason)
         yield Figure("ViMoE", "table 1", model, ACTIVATED, activated, options)
-
-
-def _vimoe_tables_1_and_6() -> Iterator[Figure]:
     yield Figure("ViMoE", "tables 1, 6", "vimoe_s14", MACS, "6.14")
     for experts, blocks, gmacs in [(8, 2, "6.74"), (4, 3, "7.05"), (2, 5, "7.65"), (8, 12, "9.77")]:
-        options = _vimoe_options(experts, blocks)
-        yield Figure("ViMoE", "tables 1, 6", "vimoe_s14_shared", MACS, gmacs, options)
-
-
-def _vimoe_table_3() -> Iterator[Figure]:
-    yield Figure("ViMoE", "table 3", "vimoe_b14", MACS, "23.19")
-    yield Figure("ViMoE", "table 3", "vimoe_b14_shared", MACS, "25.61")
-    yield Figure("ViMoE", "table 3", "vimoe_b14", DENSE, "86.5")
-    yield Figure("ViMoE", "table 3", "vimoe_b14_shared", ACTIVATED, "95.9")
-    reason = "the paper leaves attention's products out of this row, not of B/16, S/14 and B/14"
-    yield Figure("ViMoE", "table 3", "vit_small_patch16_224", MACS, "4.25", reason=reason)
-    yield Figure("ViMoE", "table 3", "vit_small_patch16_224", LINEAR_MACS, "4.25")
-    yield Figure("ViMoE", "table 3", "vit_base_patch16_224", MACS, "17.58")
-    yield Figure("ViMoE", "table 3", "vit_large_patch16_224", LINEAR_MACS, "59.70")
-
-
-def _vimoe_table_4() -> Iterator[Figure]:
+        yield Figure("ViMoE", "tables 1, 6", "vimoe_s14_shared", MACS, gmacs, _vimoe_options(experts, blocks))
+    unlike = "the paper leaves attention's products out of this row, not of B/16, S/14 and B/14"
+    for model, quantity, printed, reason in [
+        ("vimoe_b14", MACS, "23.19", ""),
+        ("vimoe_b14_shared", MACS, "25.61", ""),
+        ("vimoe_b14", DENSE, "86.5", ""),
+        ("vimoe_b14_shared", ACTIVATED, "95.9", ""),
+        ("vit_small_patch16_224", MACS, "4.25", unlike),
+        ("vit_small_patch16_224", LINEAR_MACS, "4.25", ""),
+        ("vit_base_patch16_224", MACS, "17.58", ""),
+        ("vit_large_patch16_224", LINEAR_MACS, "59.70", ""),
+    ]:
+        yield Figure("ViMoE", "table 3", model, quantity, printed, reason=reason)
     image = dict(img_size=518, num_classes=0)  # 512 pixels give 37 x 37 patches there, as 518 here
     yield Figure("ViMoE", "table 4", "vit_small_patch14_dinov2", SEGMENTATION_MACS, "47", image)
     options = {**image, "routing_unit": "token", "moe_layers": "tail-1"}
     reason = "with moe_layers=tail-2 it is 50.1: the model may have had experts in two blocks"
     yield Figure("ViMoE", "table 4", "vimoe_s14_shared", SEGMENTATION_MACS, "50", options, reason)
-
-
-def _vimoe_table_5() -> Iterator[Figure]:
     for experts, blocks, reached, activated in [
         (8, 2, 14.3, "38.9"),
         (4, 3, 11.4, "35.5"),
@@ -261,31 +232,48 @@ def _vimoe_table_5() -> Iterator[Figure]:
     ]:
         options = {"routing_unit": "token", **_vimoe_options(experts, blocks)}
         yield Figure("ViMoE", "table 5", "vimoe_s14_shared", _reached(reached), activated, options)
-
-
-def _vimoe_section_4_2() -> Iterator[Figure]:
     for experts, blocks, degree in [(2, 5, "32"), (4, 3, "64"), (8, 2, "64")]:
-        options = _vimoe_options(experts, blocks)
-        yield Figure("ViMoE", "section 4.2", "vimoe_s14", ROUTES, degree, options)
+        yield Figure("ViMoE", "section 4.2", "vimoe_s14", ROUTES, degree, _vimoe_options(experts, blocks))
 
 
-#: The models of pre-training: JFT has 18,291 classes.
-_UPSTREAM = dict(num_classes=18291, pre_logits=True)
-#: The models of fine-tuning.
-_DOWNSTREAM = dict(img_size=384, capacity_factor=1.5)
+#: Options of the models of pre-training (JFT has 18,291 classes), and of fine-tuning.
+_UPSTREAM, _DOWNSTREAM = dict(num_classes=18291, pre_logits=True), dict(img_size=384, capacity_factor=1.5)
 
 
-def _pbe_table_26() -> Iterator[Figure]:
-    legible = {"b32": ("102.1", "395.0")}
+def _pbe() -> Iterator[Figure]:
     for size in ("s32", "b32", "b16", "l32", "l16", "h14"):
-        dense, sparse = legible.get(size, (None, None))
+        dense, sparse = ("102.1", "395.0") if size == "b32" else (None, None)  # the others are not legible
         yield Figure("pBE", "table 26", f"vmoe_{size}", DENSE, dense, _UPSTREAM)
         yield Figure("pBE", "table 26", f"vmoe_{size}", PARAMETERS, sparse, _UPSTREAM)
         yield Figure("pBE", "table 26", f"vmoe_pbe_{size}", PARAMETERS, sparse, _UPSTREAM)
+    yield Figure("pBE", "abstract", "vmoe_pbe_h14", BILLIONS, "2.7", _UPSTREAM)
+    reason = "5 % below; the paper does not say which operations count"
+    for members, printed in ((2, "94.8"), (4, "132.1")):
+        options = dict(img_size=384, ensemble_size=members)
+        yield Figure("pBE", "table 9", "vit_be_b32", TRAINING, printed, options, reason)
+    for members, repetitions, printed in ((2, 1, "90.2"), (4, 1, "92.8"), (2, 2, "180.3"), (4, 2, "185.4")):
+        options = dict(img_size=384, ensemble_size=members, batch_repetitions=repetitions)
+        yield Figure("pBE", "table 9", "vmoe_mimo_b32", TRAINING, printed, options, "1.4 % below")
+    yield from _pbe_table_11()
+    top_1, apart = {**_DOWNSTREAM, "top_k": 1}, "less than 0.6 points apart"
+    for size, vmoe, ensemble in [
+        ("s32", "40.88", "-29.56"),
+        ("b32", "28.51", "-35.75"),
+        ("b16", "28.66", "-35.67"),
+        ("l32", "14.99", "-42.50"),
+        ("l16", "14.76", "-42.62"),
+        ("h14", "31.91", "-34.05"),
+    ]:
+        for copies, printed in ((1, vmoe), (2, ensemble)):
+            against = _against(f"vmoe_{size}", copies)
+            yield Figure("pBE", "table 12", f"vmoe_pbe_{size}", against, printed, top_1, apart)
+    reason = "the costs of the paper's table 11 give -39.7"
+    top_2 = {**_DOWNSTREAM, "top_k": 2}
+    yield Figure("pBE", "section 4.1", "vmoe_pbe_l16", _against("vmoe_l16", 2), "-47", top_2, reason)
 
 
 def _pbe_table_11() -> Iterator[Figure]:
-    vmoe_s = dict(embed_dim=512, depth=8, num_heads=8)  # which is not timm's ViT-S
+    vmoe_s = dict(embed_dim=512, depth=8, num_heads=8)  # not timm's ViT-S
     for size, vit, options, dense, top_1, top_2, pbe in [
         ("s32", "vit_small_patch32_224", vmoe_s, "22.32", "23.22", "28.23", "32.71"),
         ("b32", "vit_base_patch32_224", {}, "72.46", "73.55", "84.74", "94.51"),
@@ -303,62 +291,17 @@ def _pbe_table_11() -> Iterator[Figure]:
             yield Figure("pBE", "table 11", f"{model}_{size}", TRAINING, printed, routed, moe_reason)
 
 
-def _pbe_table_9() -> Iterator[Figure]:
-    reason = "5 % below; the paper does not say which operations count"
-    for members, printed in ((2, "94.8"), (4, "132.1")):
-        options = dict(img_size=384, ensemble_size=members)
-        yield Figure("pBE", "table 9", "vit_be_b32", TRAINING, printed, options, reason)
-    for members, repetitions, printed in ((2, 1, "90.2"), (4, 1, "92.8"), (2, 2, "180.3"), (4, 2, "185.4")):
-        options = dict(img_size=384, ensemble_size=members, batch_repetitions=repetitions)
-        yield Figure("pBE", "table 9", "vmoe_mimo_b32", TRAINING, printed, options, "1.4 % below")
-
-
-def _pbe_table_12() -> Iterator[Figure]:
-    options = {**_DOWNSTREAM, "top_k": 1}
-    for size, vmoe, ensemble in [
-        ("s32", "40.88", "-29.56"),
-        ("b32", "28.51", "-35.75"),
-        ("b16", "28.66", "-35.67"),
-        ("l32", "14.99", "-42.50"),
-        ("l16", "14.76", "-42.62"),
-        ("h14", "31.91", "-34.05"),
-    ]:
-        for copies, printed in ((1, vmoe), (2, ensemble)):
-            quantity = _against(f"vmoe_{size}", copies)
-            yield Figure(
-                "pBE", "table 12", f"vmoe_pbe_{size}", quantity, printed, options, "less than 0.6 points apart"
-            )
-
-
-def _pbe_section_4_1() -> Iterator[Figure]:
-    reason = "the costs of the paper's table 11 give -39.7"
-    options = {**_DOWNSTREAM, "top_k": 2}
-    yield Figure("pBE", "section 4.1", "vmoe_pbe_l16", _against("vmoe_l16", 2), "-47", options, reason)
-
-
 #: All figures, in the order of the page.
 FIGURES: list[Figure] = [
     Figure("EWA", "table 1", "vit_small_moe", RATIO, "3.25", dict(num_experts=8)),
-    *_widenet_tables_1_and_3(),
-    *_widenet_tables_4_and_5(),
-    *_ones(),
-    *_vimoe_table_1(),
-    *_vimoe_tables_1_and_6(),
-    *_vimoe_table_3(),
-    *_vimoe_table_4(),
-    *_vimoe_table_5(),
-    *_vimoe_section_4_2(),
-    *_pbe_table_26(),
-    Figure("pBE", "abstract", "vmoe_pbe_h14", BILLIONS, "2.7", _UPSTREAM),
-    *_pbe_table_9(),
-    *_pbe_table_11(),
-    *_pbe_table_12(),
-    *_pbe_section_4_1(),
+    *_widenet_and_ones(),
+    *_vimoe(),
+    *_pbe(),
 ]
 
 
 def comparisons(model: str) -> Iterator[tuple[str, str]]:
-    """What the papers print about a model and what it has, as labels and texts for ``timm-moe info``.
+    """Compare a model with what the papers print about it: labels and texts for ``timm-moe info``.
 
     Args:
         model: registered name, perhaps with a pretrained tag.
@@ -429,7 +372,7 @@ is not known. The quantities:
 
 
 def page(values: Sequence[float]) -> str:
-    """The text of docs/generated/papers.md, given what each of :data:`FIGURES` is for the models."""
+    """The text of docs/generated/papers.md, from the measured values of all :data:`FIGURES`."""
     sections = [_INTRODUCTION, _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes())]
     sections.append(_LEGEND)
     for paper, number in PAPERS.items():
@@ -453,7 +396,7 @@ def page(values: Sequence[float]) -> str:
 def _sizes() -> Iterator[list[str]]:
     for name in registered_models():
         if is_named_after_stock(name):
-            continue  # these are in docs/generated/models.md
+            continue  # docs/generated/models.md has these
         info = model_info(name)
         exported = "" if info.exported is None else _number(info.exported)
         pixels = "x".join(str(size) for size in info.input_size[1:])

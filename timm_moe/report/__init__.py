@@ -1,4 +1,4 @@
-"""One page that shows what trained models do: ``timm-moe report``."""
+"""One page that shows the decisions of trained models: ``timm-moe report``."""
 
 import copy
 import logging
@@ -13,18 +13,14 @@ from ..checkpoints.source import ModelSpec
 from ..export.history import find_history
 from ..files import check_folder, publish, staged
 from ..info import measure
-from .alike import likeness
+from ..model_config import get_pretrained_cfg
 from .observe import observe
-from .page import page
-from .sections import (
-    Section,
-    alike_section,
-    classifier_section,
-    model_section,
-    origin_of,
-    routing_section,
-    run_section,
-)
+from .page import Section, page
+from .sections.classifier import classifier_section
+from .sections.model import model_section
+from .sections.routing import routing_section
+from .sections.run import run_section
+from .sections.similarity import expert_similarity, similarity_section
 
 __all__ = ["check_report", "write_report"]
 
@@ -49,7 +45,7 @@ def write_report(
 ) -> Path:
     """Run classifiers on images and write a page about them that needs no network, ``index.html``.
 
-    What it shows of the training run comes from the ``summary.csv`` and ``experts.json`` beside a train.py checkpoint.
+    The section on the training run comes from the ``summary.csv`` and ``experts.json`` beside a train.py checkpoint.
 
     Args:
         sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
@@ -58,7 +54,7 @@ def write_report(
         ood_images: images of other data, which the confidence should tell apart.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
-        inference: how forwards are run.
+        inference: settings of the forwards.
 
     Returns:
         The page.
@@ -67,57 +63,35 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
-    runs = _runs(sources, images)  # before the long part: a file may be damaged
+    classes = len(class_names(images))
+    runs = [run_section(_run_folder(source), classes) for source in sources]  # first, as a file may be damaged
     models = load_classifiers(sources, images, spec, use_ema, inference)
-    names = _distinct([describe_source(source) for source in sources])
-    observations, alike = {}, {}
-    for name, model in zip(names, models, strict=True):
+    names = _short_names([describe_source(source) for source in sources])
+    architectures = [get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models]
+    sections: list[dict[str, Section | None]] = [{}, {}, {}, {}]
+    observations = {}
+    for index, (source, name, model) in enumerate(zip(sources, names, models, strict=True)):
         _logger.info("%s: running it on %s images ...", name, f"{len(images):,}")
         observations[name] = observe(model, name, images, ood_images, inference)
-        alike[name] = likeness(model, images, inference)
-    sections: list[Sequence[Section | None]] = [
-        [_model_section(source, model, use_ema) for source, model in zip(sources, models, strict=True)],
-        runs,
-        [routing_section(seen) for seen in observations.values()],
-        [alike_section(layers) for layers in alike.values()],
-    ]
+        info = measure(copy.deepcopy(model).to("meta"), architectures[index])
+        of_model = (
+            model_section(model, info, find_history(source, model, use_ema)),
+            runs[index],
+            routing_section(observations[name]),
+            similarity_section(expert_similarity(model, images, inference)),
+        )
+        for of_kind, section in zip(sections, of_model, strict=True):
+            of_kind[name if len(names) > 1 else ""] = section  # a single model needs no name
+    folder = "/".join(Path(images.reader.root).parts[-2:])
     text = page(
-        f"What the experts do: {_titles(models)}",
-        _subtitle(names, images),
-        [*(_of_models(names, of_one_kind) for of_one_kind in sections), {"": classifier_section(observations)}],
+        f"What the experts do: {', '.join(dict.fromkeys(architectures))}",
+        f"{', '.join(names)} on {len(images):,} images of {classes:,} classes in {folder}",
+        [
+            *({name: section for name, section in of_kind.items() if section is not None} for of_kind in sections),
+            {"": classifier_section(observations)},
+        ],
     )
     return _write(Path(output_dir), text)
-
-
-def _of_models(names: Sequence[str], sections: Sequence[Section | None]) -> dict[str, Section]:
-    """Sections by the names of their models; one model alone needs no name."""
-    shown = names if len(names) > 1 else [""]
-    return {name: section for name, section in zip(shown, sections, strict=True) if section is not None}
-
-
-def _titles(models: Sequence[nn.Module]) -> str:
-    """Registered names, each once."""
-    return ", ".join(dict.fromkeys(origin_of(model) for model in models))
-
-
-def _runs(sources: Sequence[Source], images: ImageDataset) -> list[Section | None]:
-    classes = len(class_names(images))
-    return [run_section(_run_folder(source), classes) for source in sources]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Short names, all different: the last parts of paths, or more of them where those are alike."""
-    for parts in range(1, 9):
-        short = ["/".join(Path(name).parts[-parts:]) for name in names]
-        if len(set(short)) == len(short):
-            return short
-    return [f"{number}: {name}" for number, name in enumerate(names, 1)]
-
-
-def _model_section(source: Source, model: nn.Module, use_ema: bool) -> Section:
-    history = find_history(source, model, use_ema)
-    name = origin_of(model)
-    return model_section(model, measure(copy.deepcopy(model).to("meta"), name), history)
 
 
 def _run_folder(source: Source) -> Path | None:
@@ -128,9 +102,13 @@ def _run_folder(source: Source) -> Path | None:
     return path.parent if path.is_file() else None
 
 
-def _subtitle(names: Sequence[str], images: ImageDataset) -> str:
-    folder = "/".join(Path(images.reader.root).parts[-2:])
-    return f"{', '.join(names)} on {len(images):,} images of {len(class_names(images)):,} classes in {folder}"
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Different names: the last part of each path, or more parts where these are equal."""
+    for parts in range(1, 9):
+        short = ["/".join(Path(name).parts[-parts:]) for name in names]
+        if len(set(short)) == len(short):
+            return short
+    return [f"{number}: {name}" for number, name in enumerate(names, 1)]
 
 
 def _write(output_dir: Path, text: str) -> Path:

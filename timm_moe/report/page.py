@@ -1,8 +1,8 @@
-"""The page itself: one file of HTML that needs no network."""
+"""The page itself: one file of HTML that needs no network, made of sections, and they of parts."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -10,9 +10,8 @@ import vl_convert
 from jinja2 import Environment
 
 from ..version import __version__
-from .sections import Part, Section
 
-#: Of all charts: what is black or white by default takes the colour of the page's text.
+#: Black or white lines and text of a chart take the colour of the page's text.
 _TEXT = {"labelColor": "currentColor", "titleColor": "currentColor"}
 CONFIG = {
     "background": None,
@@ -23,44 +22,49 @@ CONFIG = {
 }
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The same section of several models, side by side.
+@dataclass
+class Part:
+    """An answer to one question.
+
+    Attributes:
+        title: the question.
+        text: sentences below.
+        chart: a Vega-Lite specification.
+        table: rows of cells, the first one the head.
+        routes: data of a drawing by page.js.
+    """
+
+    title: str
+    text: str = ""
+    chart: dict[str, Any] | None = None
+    table: list[list[str]] | None = None
+    routes: dict[str, Any] | None = None
+
+
+@dataclass
+class Section:
+    """A part of the page with a heading of its own.
 
     Attributes:
         name: its anchor.
         title: its heading.
+        parts: in their order.
         text: sentences below the heading.
-        rows: titles of parts, and below each the part of every model that has it, with the model's name.
     """
 
     name: str
     title: str
-    text: str
-    rows: dict[str, list[tuple[str, Part]]]
-
-
-def compare(sections: Mapping[str, Section]) -> Comparison:
-    """Put parts with the same title side by side.
-
-    Args:
-        sections: one kind of section of some models, by the names of the models.
-    """
-    rows: dict[str, list[tuple[str, Part]]] = {}
-    for name, section in sections.items():
-        for part in section.parts:
-            rows.setdefault(part.title, []).append((name, part))
-    first = next(iter(sections.values()))
-    return Comparison(first.name, first.title, first.text, rows)
+    parts: list[Part] = field(default_factory=list)
+    text: str = ""
 
 
 def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -> str:
-    """The HTML of a report.
+    """The HTML of a report, with the parts of several models side by side if they have the same title.
 
     Args:
         title: heading of the page.
         subtitle: a line below it.
-        sections: for each kind of section those of the models, by the models' names; empty ones are left out.
+        sections: for each kind of section one of each model, by the model's name; a kind without any is left out.
     """
     folder = files(__package__)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -69,7 +73,7 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
     return template.render(
         title=title,
         subtitle=subtitle,
-        sections=[compare(of_models) for of_models in sections if of_models],
+        sections=[(next(iter(of_models.values())), _rows(of_models)) for of_models in sections if of_models],
         several=any(len(of_models) > 1 for of_models in sections),
         config=CONFIG,
         version=__version__,
@@ -79,6 +83,15 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
     )
 
 
+def _rows(sections: Mapping[str, Section]) -> dict[str, list[tuple[str, Part]]]:
+    """Parts by their titles, each with the name of its model."""
+    rows: dict[str, list[tuple[str, Part]]] = {}
+    for name, section in sections.items():
+        for part in section.parts:
+            rows.setdefault(part.title, []).append((name, part))
+    return rows
+
+
 def _data(value: Any) -> str:
-    """JSON that may stand in a script element."""
+    """JSON without characters that would end a script element."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Methods that the papers only compare with: registered all the same, but nothing else in the package imports them."""
+"""Methods that the papers compare with. Their models are registered; no other part of the package imports them."""
 
 from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer
 from .fused import FusedMlp, Fusion

@@ -1,4 +1,4 @@
-"""Experts that learned weights fuse into one network before each forward (ExFusion, arXiv 2603.27965)."""
+"""Experts that are fused into one network by learned weights before each forward (ExFusion, arXiv 2603.27965)."""
 
 import warnings
 from typing import Any
@@ -7,29 +7,29 @@ import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..convert.routers import RouterSpec, register_here
+from ..convert.registry import RouterSpec, register_router
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
 from ..layers.functional import call, no_autocast
-from ..layers.scripting import ScriptableMlp, replacing
 
 
 class Fusion(Router):
-    """The weights by which the experts of a layer are fused; it routes nothing.
+    """Learned weights that fuse the experts of a layer. It routes nothing.
 
-    They are the softmax of E logits that begin as zeros, so the network begins as the mean of the experts. With a
-    ``common_share`` the first expert has that weight for good, and the others share the rest by their softmax (XFT,
-    arXiv 2404.15247, section 3.2). ExFusion's paper could not be read whole: softmax and start are decisions made here.
+    The weights are the softmax of E logits that start at zero, so the network starts as the mean of the experts. With a
+    ``common_share`` the first expert has this weight always, and the others divide the rest by their softmax (XFT,
+    arXiv 2404.15247, section 3.2). The full text of ExFusion's paper was not available: softmax and initial logits are
+    choices made here.
 
     Args:
         num_experts: E.
-        common_share: in [0, 1); 0 for none.
+        common_share: fixed weight of the first expert, in [0, 1); 0 for none.
 
     Attributes:
-        logits: (E,) parameter, (E - 1,) beside a common expert.
+        logits: parameter (E,); (E - 1,) with a common expert.
 
     Raises:
-        ValueError: if the share is outside, or there is no expert beside the common one.
+        ValueError: if the share is out of range, or the common expert is the only one.
     """
 
     depends_on_input = False
@@ -46,15 +46,15 @@ class Fusion(Router):
         self.logits = nn.Parameter(torch.zeros(num_experts - bool(common_share)))
 
     def reset_parameters(self) -> None:
-        """Equal weights."""
+        """Reset to equal weights."""
         nn.init.zeros_(self.logits)
 
     def experts_of_row(self) -> int:
-        """All take part."""
+        """Count the experts of a row: all of them."""
         return self.num_experts
 
     def weights(self) -> Tensor:
-        """(E,) of sum 1, in float32 at least."""
+        """Compute the weights (E,), which add up to 1, in float32 or wider."""
         logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
         if not self.common_share:
             return logits.softmax(0)
@@ -62,7 +62,7 @@ class Fusion(Router):
         return torch.cat([others.new_full((1,), self.common_share), others])
 
     def forward(self, x: Tensor) -> Routing:
-        """Never called.
+        """Refuse to route.
 
         Raises:
             RuntimeError: always.
@@ -74,16 +74,16 @@ class Fusion(Router):
 
 
 class FusedMlp(MoeMlp):
-    """E experts of which every forward, in training too, computes one network: their sum with learned weights.
+    """E experts that every forward, in training too, computes as one network: their sum with learned weights.
 
-    Nothing is dispatched, so a step costs what a dense one does, and the fusion. The fused network is what is exported.
+    A step costs a dense step and the fusion, as no token is dispatched. The fused network is exported.
 
     Args:
         ffn: the dense network to replace.
         router: the weights.
         num_experts: E.
-        expert_init: see :class:`Experts`. Copies that begin alike get the same gradients and stay alike, so this warns
-            where they do, as a dense checkpoint's.
+        expert_init: see :class:`Experts`. Experts that start as copies, also from a dense checkpoint, get the same
+            gradients and stay copies: this warns.
         **options: see :class:`MoeMlp`.
     """
 
@@ -104,7 +104,7 @@ class FusedMlp(MoeMlp):
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A checkpoint of other experts that has no weights to fuse them begins with equal ones."""
+        """Start with equal weights if the checkpoint has experts but no weights to fuse them."""
         if f"{prefix}router.weight" in state_dict:
             raise ValueError(
                 f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are fused: leave tensors "
@@ -120,8 +120,8 @@ class FusedMlp(MoeMlp):
         super()._complete_dense(state_dict, prefix)
         self._warn_of_copies()
 
-    def networks(self) -> dict[str, Tensor]:
-        """The fused network, as the only one."""
+    def stacked_weights(self) -> dict[str, Tensor]:
+        """Return the fused network as the only one."""
         self._require_merged(self.adapted())
         with torch.no_grad():
             return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
@@ -132,7 +132,7 @@ class FusedMlp(MoeMlp):
             return {name: _weighted_sum(stacked, weights_E) for name, stacked in self.expert_weights()}
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
-        """Map each row of x, (..., D), by the fused network.
+        """Map each row of x (..., D) by the fused network.
 
         Raises:
             ValueError: if a routing is given.
@@ -141,13 +141,9 @@ class FusedMlp(MoeMlp):
             raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
         return call(self._ffn, self._fused(), x)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        fused = {name: stacked[0] for name, stacked in self.networks().items()}
-        return replacing(self, ScriptableMlp(self.to_ffn(fused)))
-
 
 def _weighted_sum(stacked: Tensor, weights_E: Tensor) -> Tensor:
-    """Over the first dimension, in float32 at least, in the dtype of ``stacked``."""
+    """Add up the experts (E, ...) by their weights, in float32 or wider; the result has the dtype of ``stacked``."""
     wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
     return (weights_E.to(wide.dtype) @ wide.flatten(1)).view(wide.shape[1:]).to(stacked.dtype)
 
@@ -156,5 +152,5 @@ def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
     return Fusion(num_experts, common_share)
 
 
-register_notrace_module(FusedMlp)  # as the other expert layers
-register_here(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}))
+register_notrace_module(FusedMlp)  # like the other expert layers
+register_router(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}, built_in=True))

@@ -1,37 +1,31 @@
-"""Parameters that learn at another rate than the rest, in groups that timm's schedulers heed."""
+"""Learning rates of their own for some parameters, in groups that timm's schedulers respect."""
 
 from collections.abc import Mapping
-from itertools import groupby
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 
 def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter, float]) -> None:
-    """Give parameters groups of their own, whose learning rate is a multiple of that of the group that they were in.
+    """Multiply the learning rate of some parameters, which move to groups of their own.
 
-    Their key ``lr_scale`` is that of timm's layer decay: timm's schedulers multiply by it.
+    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers multiply by.
 
     Args:
-        optimizer: that has taken no step yet.
-        parameters: each with its factor.
+        optimizer: an optimizer that has taken no step yet.
+        parameters: the factor of each parameter.
 
     Raises:
         ValueError: if the optimizer does not train one of them.
     """
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    scales = {id(parameter): scale for parameter, scale in parameters.items()}
-    if not scales.keys() <= trained:
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not parameters.keys() <= trained:
         raise ValueError("The optimizer does not train all parameters that are to have a learning rate of their own.")
     for group in list(optimizer.param_groups):
-        chosen = [parameter for parameter in group["params"] if id(parameter) in scales]
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in scales]
-        for scale, members in groupby(sorted(chosen, key=_of(scales)), key=_of(scales)):
-            others: dict[str, Any] = {name: value for name, value in group.items() if name != "params"}
-            others["lr_scale"] = others.get("lr_scale", 1.0) * scale
-            optimizer.add_param_group({**others, "params": list(members)})
-
-
-def _of(scales: Mapping[int, float]) -> Any:
-    return lambda parameter: scales[id(parameter)]
+        by_scale: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_scale.setdefault(parameters.get(parameter, 1.0), []).append(parameter)
+        group["params"] = by_scale.pop(1.0, [])
+        for scale, members in sorted(by_scale.items()):
+            own = {**group, "lr_scale": group.get("lr_scale", 1.0) * scale, "params": members}
+            optimizer.add_param_group(own)

@@ -1,4 +1,4 @@
-"""MC dropout (pBE, arXiv 2110.03360, table 9): the dropout of experts stays on, and samples of a model are members."""
+"""MC dropout (pBE, arXiv 2110.03360, table 9): samples with the experts' dropout are the members of an ensemble."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,45 +12,46 @@ from ..layers.experts import dropouts
 
 @contextmanager
 def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
-    """For the time of the block, a forward in eval mode gives M samples of each image in a row, (B M, ...).
+    """Make a forward in eval mode return M samples of each image in a row, (B M, ...).
 
-    Images are repeated at the input of the first block that has experts with dropout, so that what comes before is
-    computed once.
+    Images are repeated at the input of the first block that has experts with dropout; earlier blocks run once.
 
     Args:
-        model: in eval mode.
-        name: for messages.
+        model: a model in eval mode.
+        name: name of the model for messages.
         samples: M.
 
     Raises:
-        ValueError: if the model has members already, or no experts with dropout.
+        ValueError: if the model has members of its own, or no experts with dropout.
     """
     if hasattr(model, "forward_members"):
         raise ValueError(f"{name} has members of its own, which are not sampled by dropout.")
-    layers = {path: layer for path, layer in moe_layers(model).items() if _dropouts(layer)}
-    if not layers:
+    modules = {path: _dropouts(layer) for path, layer in moe_layers(model).items() if _dropouts(layer)}
+    if not modules:
         raise ValueError(f"{name} has no experts with dropout: train it with --model-kwargs expert_dropout=0.1.")
-    block = model.get_submodule(next(iter(layers)).rpartition(".")[0])
-    modules = [module for layer in layers.values() for module in _dropouts(layer)]
+    block = model.get_submodule(next(iter(modules)).rpartition(".")[0])
+    sampled = nn.ModuleList([module for of_layer in modules.values() for module in of_layer])
     tiling = block.register_forward_pre_hook(Tile(samples))
     try:
-        for module in modules:
-            module.train()
+        sampled.train()
         yield
     finally:
         tiling.remove()
-        for module in modules:
-            module.eval()
+        sampled.eval()
 
 
 def sampled_members(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:
-    """Make M samples of a model its members, for ``members`` of :func:`timm_moe.analysis.evaluation.evaluate`.
+    """Make a function for ``members`` of :func:`timm_moe.analysis.evaluation.evaluate` that samples a model.
 
     Args:
         samples: M, at least 2.
 
+    Returns:
+        A function of a model, its name and images (B, channels, height, width) that returns outputs (B, M, ...). It
+        raises the errors of :func:`sampling`.
+
     Raises:
-        ValueError: if they are fewer; the function that is returned as :func:`sampling`.
+        ValueError: if there are fewer than 2 samples.
     """
     if samples < 2:
         raise ValueError(f"mc_dropout must be at least 2 samples, got {samples}.")

@@ -3,24 +3,18 @@
 Shape suffixes: M members, B images, R repetitions, T = R B rows of a mixed batch.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models import generate_default_cfgs
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..layers.checks import check_integer, check_number
 from ..models.members import as_one_classifier
 from ..models.mixin import MoeMixin
-from ..models.vision_transformer import (
-    VMOE,
-    VMOE_S_CFG,
-    MoeVisionTransformer,
-    PreLogitsVisionTransformer,
-    create_moe_vit,
-)
+from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
+from .registration import ARGS, cfgs, create_vit, register_sizes
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
 
@@ -28,17 +22,20 @@ __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the
 def draw_mixture(
     batch: int, members: int, input_repetition: float, batch_repetitions: int, device: torch.device | None = None
 ) -> Tensor:
-    """(T, M) numbers of images: row t of a mixed batch shows image ``[t, m]`` to member m, who sees each image R times.
+    """Draw which image each member sees in each row of a mixed batch.
 
     Args:
         batch: B.
         members: M.
-        input_repetition: share of the rows that show all members the same image.
-        batch_repetitions: R.
-        device: of the result.
+        input_repetition: share of the rows in which all members see the same image.
+        batch_repetitions: R, how often each member sees each image.
+        device: device of the result.
+
+    Returns:
+        (T, M) indices of images.
 
     Raises:
-        ValueError: if so few rows are left to be shuffled that all members would see the same image in each.
+        ValueError: if fewer than two rows are left to shuffle, so that members would always see the same image.
     """
     rows = batch * batch_repetitions
     shuffled = int(rows * (1 - input_repetition))
@@ -54,37 +51,37 @@ def draw_mixture(
 
 
 def mix(x: Tensor, image_TM: Tensor) -> Tensor:
-    """Images (B, C, H, W) as rows (T, M C, H, W), those of the members one after the other in the channels."""
+    """Arrange images (B, C, H, W) as rows (T, M C, H, W), the members' images one after the other in the channels."""
     return x[image_TM].flatten(1, 2)
 
 
 def unmix(output: Tensor, image_TM: Tensor, batch: int) -> Tensor:
-    """Outputs (T, M, ...) in the order of the B images: (B, R M, ...), of each all that its members put out for it."""
+    """Sort outputs (T, M, ...) by image: (B, R M, ...) has all outputs for each image."""
     row_TM = image_TM.argsort(dim=0, stable=True)
     member_M = torch.arange(image_TM.shape[1], device=output.device)
     return output[row_TM, member_M].unflatten(0, (batch, -1)).flatten(1, 2)
 
 
 class MimoMixin(VisionTransformer):
-    """A Vision Transformer that takes M images at once and has a classifier for each (pBE, 2110.03360, appendix C).
+    """A Vision Transformer that takes M images at once and classifies each (pBE, 2110.03360, appendix C).
 
-    Its patch embedding takes the channels of M images, its classifier has M C outputs. In training each member gets an
-    image of its own from the batch; the output holds all that was put out for each image, (B, R M, C), for
-    :class:`timm_moe.MemberLoss`, which timm's training tasks get by themselves. In eval mode all members get the same
-    image: the output is the logarithm of the mean of their probabilities, (B, C), and the features are common to all.
+    The patch embedding takes the channels of M images, the classifier has M C outputs. In training each member sees
+    another image of the batch, and the output (B, R M, C) has all logits for each image, for
+    :class:`timm_moe.MemberLoss`; timm's training tasks use it automatically. In eval mode all members see the same
+    image, and the output (B, C) is the logarithm of their mean probabilities. Features are common to all members.
 
     Weights of an ordinary ViT are repeated M times and divided by M, in the patch embedding and the classifier.
 
     Args:
         ensemble_size: M.
-        input_repetition: share of the rows of a mixed batch in which all members get the same image; below 1.
+        input_repetition: share of the rows of a mixed batch in which all members see the same image; below 1.
         batch_repetitions: R, how often each member sees each image of a batch.
         in_chans: channels of one image.
         num_classes: C.
-        kwargs: as the class that this is mixed into.
+        kwargs: arguments of the class that this is mixed into.
 
     Raises:
-        ValueError: on an option outside its range; in training on a batch too small to be mixed.
+        ValueError: if an option is outside its range, or a training batch is too small to be mixed.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class MimoMixin(VisionTransformer):
             )
         super().__init__(in_chans=ensemble_size * in_chans, num_classes=ensemble_size * num_classes, **kwargs)
         self.num_classes = num_classes
-        self.in_chans = in_chans  # what timm's loaders ask for
+        self.in_chans = in_chans  # timm's loaders read it
         self.ensemble_size = ensemble_size
         self.input_repetition = input_repetition
         self.batch_repetitions = batch_repetitions
@@ -124,7 +121,7 @@ class MimoMixin(VisionTransformer):
         return unmix(super().forward(mix(x, image_TM), *args, **kwargs), image_TM, batch)
 
     def forward_members(self, x: Tensor) -> Tensor:
-        """The logits (B, M, C) of each member for images x (B, channels, height, width), which all of them get."""
+        """Compute the logits (B, M, C) of each member for images x (B, channels, height, width)."""
         return self._members(super().forward_head(self.forward_features(x)))
 
     def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,9 +141,9 @@ class MimoMixin(VisionTransformer):
         return logits.unflatten(1, (self.ensemble_size, -1))
 
     def _for_all_members(self, x: Tensor) -> Tensor:
-        """Images of M members are taken as they are; others are shown to all members."""
-        one_image = x.shape[1] == self.in_chans
-        return x.repeat(1, self.ensemble_size, 1, 1) if one_image else x
+        """Show an image to all members, unless the channels already hold one for each."""
+        is_one = x.shape[1] == self.in_chans
+        return x.repeat(1, self.ensemble_size, 1, 1) if is_one else x
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         repeated = [
@@ -161,15 +158,18 @@ class MimoMixin(VisionTransformer):
             raise ValueError(
                 f"The checkpoint has one image in its patch embedding and several in its classifier, or the reverse: "
                 f"create the model with the ensemble_size, in_chans and num_classes of the checkpoint "
-                f"(here {self.ensemble_size}, {self.in_chans} and "
-                f"{self.num_classes})."
+                f"(here {self.ensemble_size}, {self.in_chans} and {self.num_classes})."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _repeat_for_members(
         self, state_dict: dict[str, Any], name: str, parameter: Tensor | None, dim: int, divisor: int
     ) -> bool | None:
-        """Whether a tensor was that of one member and was repeated; None if there is none, or it has another shape."""
+        """Repeat a tensor of the checkpoint for all members if it has the shape for one.
+
+        Returns:
+            True if it was repeated, False if it has the shape for all members, None if neither.
+        """
         loaded = state_dict.get(name)
         if loaded is None or parameter is None or self.ensemble_size == 1:
             return None
@@ -182,121 +182,34 @@ class MimoMixin(VisionTransformer):
 
 
 class MimoVisionTransformer(MimoMixin, PreLogitsVisionTransformer):
-    """A dense ViT as :class:`MimoMixin` says."""
+    """MIMO in a dense ViT, see :class:`MimoMixin`."""
 
 
 class MimoMoeVisionTransformer(MimoMixin, MoeVisionTransformer):
-    """A V-MoE as :class:`MimoMixin` says. Its dense form is a :class:`MimoVisionTransformer`."""
+    """MIMO in a V-MoE, see :class:`MimoMixin`. Its dense form is a :class:`MimoVisionTransformer`."""
 
     def restore_stock_class(self) -> None:
         MoeMixin.restore_stock_class(self)
         self.__class__ = MimoVisionTransformer  # type: ignore[assignment]
 
 
-#: The stock models whose pretrained tags the ensembles take over, and the arguments of each size.
-_STOCK = {
-    "s32": None,
-    "b32": "vit_base_patch32_224",
-    "b16": "vit_base_patch16_224",
-    "l32": "vit_large_patch32_224",
-    "l16": "vit_large_patch16_224",
-}
-_ARGS = {
-    "s32": dict(patch_size=32, embed_dim=512, depth=8, num_heads=8),
-    "b32": dict(patch_size=32, embed_dim=768, depth=12, num_heads=12),
-    "b16": dict(patch_size=16, embed_dim=768, depth=12, num_heads=12),
-    "l32": dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16),
-    "l16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
-}
-
-default_cfgs = generate_default_cfgs(
-    {
-        f"{family}_{size}.{cfg.tag}" if cfg.tag else f"{family}_{size}": replace(cfg, url="", custom_load=False)
-        for family in ("vit_mimo", "vmoe_mimo")
-        for size, stock in _STOCK.items()
-        if stock
-        for cfg in get_arch_pretrained_cfgs(stock).values()
-    }
-    | {"vit_mimo_s32": VMOE_S_CFG, "vmoe_mimo_s32": VMOE_S_CFG}
-)
-#: As pBE's models in fine-tuning, but 2 of all 32 experts (table 9).
+#: As pBE's models in fine-tuning, but with 2 of all 32 experts (table 9).
 _VMOE = {**VMOE, **dict(top_k=2, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
+
+default_cfgs = generate_default_cfgs({**cfgs("vit_mimo"), **cfgs("vmoe_mimo")})
 
 
 def _create_dense(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    return build_model_with_cfg(
-        MimoVisionTransformer,
-        f"vit_mimo_{size}",
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter"),
-        **{**_ARGS[size], **kwargs},
-    )
+    return create_vit(MimoVisionTransformer, f"vit_mimo_{size}", pretrained, kwargs)
 
 
 def _create_sparse(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     name, dense = f"vmoe_mimo_{size}", f"vit_mimo_{size}"
-    model = create_moe_vit(name, dense, pretrained, {**_VMOE, **_ARGS[size]}, kwargs, MimoMoeVisionTransformer)
+    model = create_moe_vit(name, dense, pretrained, {**_VMOE, **ARGS[size]}, kwargs, MimoMoeVisionTransformer)
     if isinstance(model, MimoMoeVisionTransformer):
         model.dense_args = {**(model.dense_args or {}), "ensemble_size": model.ensemble_size}
     return model
 
 
-@register_model
-def vit_mimo_s32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in ViT-S/32: 512 wide and 8 blocks, not timm's ViT-S."""
-    return _create_dense("s32", pretrained, kwargs)
-
-
-@register_model
-def vit_mimo_b32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in ViT-B/32."""
-    return _create_dense("b32", pretrained, kwargs)
-
-
-@register_model
-def vit_mimo_b16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in ViT-B/16."""
-    return _create_dense("b16", pretrained, kwargs)
-
-
-@register_model
-def vit_mimo_l32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in ViT-L/32."""
-    return _create_dense("l32", pretrained, kwargs)
-
-
-@register_model
-def vit_mimo_l16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in ViT-L/16."""
-    return _create_dense("l16", pretrained, kwargs)
-
-
-@register_model
-def vmoe_mimo_s32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S."""
-    return _create_sparse("s32", pretrained, kwargs)
-
-
-@register_model
-def vmoe_mimo_b32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in V-MoE-B/32."""
-    return _create_sparse("b32", pretrained, kwargs)
-
-
-@register_model
-def vmoe_mimo_b16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in V-MoE-B/16."""
-    return _create_sparse("b16", pretrained, kwargs)
-
-
-@register_model
-def vmoe_mimo_l32(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in V-MoE-L/32."""
-    return _create_sparse("l32", pretrained, kwargs)
-
-
-@register_model
-def vmoe_mimo_l16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MIMO in V-MoE-L/16."""
-    return _create_sparse("l16", pretrained, kwargs)
+register_sizes(__name__, "vit_mimo", "MIMO in ViT", _create_dense)
+register_sizes(__name__, "vmoe_mimo", "MIMO in V-MoE", _create_sparse)

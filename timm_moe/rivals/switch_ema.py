@@ -1,4 +1,4 @@
-"""Switch EMA: the moving average of the weights goes back into the model, again and again (arXiv 2402.09240)."""
+"""Switch EMA: a moving average of the weights that is copied back into the model at intervals (arXiv 2402.09240)."""
 
 from typing import Any
 
@@ -10,21 +10,20 @@ from ..training.averaging import with_hooks
 
 
 class SwitchEma:
-    """A moving average of what an optimizer trains, copied back into the model at regular intervals.
+    """A moving average of the parameters of an optimizer, copied back into the model at regular intervals.
 
-    The average follows each step, and after every ``interval`` steps the model goes on from it (section 3.2; the paper
-    switches at the end of each epoch). Then the two are equal, so a run that is resumed there needs no state of this.
-    It hooks itself into the optimizer: once made, it needs no further call. Make it after weights are loaded: it begins
-    with those that are there, and follows the parameters that the optimizer has then. A rival of EWA, which averages
-    experts.
+    The average is updated after each step. After every ``interval`` steps the model continues from it (section 3.2; the
+    paper switches at the end of each epoch). The two are equal then, so a run that is resumed there needs no state of
+    the average. It hooks into the optimizer and needs no further call. Create it after the weights are loaded: it
+    starts from the optimizer's parameters at that time.
 
     Args:
-        optimizer: any of torch's or timm's; of one that works by another (Lookahead) the outer one.
-        decay: of the average, for each step.
+        optimizer: an optimizer of torch or timm; the outer one if it wraps another (Lookahead).
+        decay: decay of the average for each step.
         interval: steps between two switches.
 
     Raises:
-        TypeError: if the optimizer is none of torch's kind.
+        TypeError: if it is not an optimizer of torch's kind.
         ValueError: unless 0 <= decay < 1 and interval >= 1, or if the optimizer's steps cannot be followed.
     """
 
@@ -37,11 +36,12 @@ class SwitchEma:
         self.interval = interval
         self.steps = 0
         optimizer = with_hooks(optimizer)
-        self._averages = {parameter: _wide(parameter) for parameter in _parameters(optimizer)}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._averages = {parameter: _wide(parameter) for parameter in parameters}
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
-        """Stop."""
+        """Stop averaging and switching."""
         self._handle.remove()
 
     @torch.no_grad()
@@ -53,10 +53,6 @@ class SwitchEma:
                 parameter.copy_(average)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _wide(parameter: Tensor) -> Tensor:
-    """A copy in float32 at least: in narrower types small steps would be rounded away."""
+    """Copy a parameter to float32 or wider: narrower types would round small steps away."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -1,25 +1,22 @@
-"""During training: averaging the experts after each optimizer step (EWA, section 3.2)."""
+"""Averaging of the experts after each optimizer step (EWA, section 3.2)."""
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
-from operator import attrgetter
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, sharing, whole_experts
-from ..layers import MoeMlp, WeakRegistry
+from ..convert.blocks import moe_layers, share_rate_and_schedule, whole_experts
+from ..layers import MoeMlp
+from ..layers.living import living, register, unregister
 from ..schedules import check_share_rate, get_schedule
+from .optimizers import is_primary, layers_of_trained_experts, parameter_ids, with_hooks
 from .placement import local_part
 
 _logger = logging.getLogger(__name__)
-
-#: Every expert layer alive in this process, copies included; lets an optimizer be matched to the layers it trains.
-living_layers: WeakRegistry[MoeMlp] = WeakRegistry()
-MoeMlp.observers.append(living_layers.add)
 
 #: Key of ``optimizer.param_groups[0]`` that counts the updates; there it travels with every optimizer checkpoint.
 UPDATES = "ewa_updates"
@@ -69,8 +66,8 @@ def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
 def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> None:
     """Write ``exact`` into the narrower ``rounded`` so that the sum over the first dimension stays.
 
-    From the largest entry to the smallest, what rounding takes from one is given to the next; the last is the finest
-    grained, so next to nothing is lost. Plain rounding lets the mean drift over the steps of a run.
+    Plain rounding lets the mean drift over the steps of a run. Here the rounding error of each entry goes to the next
+    one, from the largest to the smallest: the last has the finest grain, so next to nothing is lost.
     """
     order = exact.abs().argsort(0, descending=True)
     carry = torch.zeros_like(exact[0])
@@ -84,7 +81,7 @@ def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> None:
 def average_experts_(model: nn.Module, beta: float) -> None:
     """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
 
-    It does as it is told: frozen experts are averaged, too.
+    Frozen experts are averaged too.
 
     Raises:
         ValueError: unless 0 <= beta <= (E - 1) / E, if there are no expert layers, if they are sharded along the
@@ -102,7 +99,7 @@ def average_experts_(model: nn.Module, beta: float) -> None:
 
 
 def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
-    """The stacked parameters of a layer, (E, ...), each of which can be averaged in its place; else ValueError."""
+    """The stacked parameters of a layer, (E, ...); ValueError if one cannot be averaged in place."""
     experts: list[nn.Parameter] = []
     for name, stacked in whole_experts(layer).items():
         if not isinstance(stacked, nn.Parameter):
@@ -130,14 +127,12 @@ class ExpertWeightAveraging:
     counted nor averaged. The number of steps done is kept in ``optimizer.param_groups[0]["ewa_updates"]``, so it is
     saved and restored with the optimizer's state, and the schedule goes on after resuming.
 
-    What is averaged is asked anew at each step: the experts that the optimizer then has among its parameters and that
-    require gradients, each parameter once, also where layers share it (at the first one's rate).
+    Each step averages the experts that the optimizer then has among its parameters and that require gradients. A
+    parameter that layers share is averaged once, at the first layer's rate.
 
-    Of optimizers that work by another one (timm's Lookahead, SAM) and share its parameter groups, either may be given:
-    the experts are averaged once the outermost step ends, also after a ``second_step`` of SAM. An optimizer prepared by
-    Accelerate is followed where it really steps.
-
-    Under timm's train.py none of this has to be written: see :mod:`timm_moe.integrations.timm`.
+    If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups, either may be given:
+    the experts are averaged once the outermost step ends. timm's train.py needs no call of this class at all, see
+    :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
@@ -148,18 +143,17 @@ class ExpertWeightAveraging:
         total_updates: optimizer steps in the whole run (an accumulation of gradients ends in one step).
 
     Raises:
-        TypeError: if the optimizer is none of torch's kind, so that its steps cannot be followed.
-        ValueError: on a rate or schedule that does not exist, a share rate beside a function, ``total_updates`` below
-            1, an optimizer whose step was replaced before it had torch's hooks, one that trains none of the model's
-            experts or has its averaging already, or experts that cannot be averaged where they are, as
-            :func:`average_experts_`. What comes to be so later is an error at the beginning of the next step.
+        TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
+        ValueError: on arguments out of range, a share rate beside a function, an optimizer whose steps cannot be
+            followed, that trains none of the model's experts or has its averaging already, or experts that cannot be
+            averaged in place, see :func:`average_experts_`. If they change so later, the next step raises before it
+            moves a weight.
 
     Attributes:
         share_rate: the rate of the last averaging in the first layer, 0 before the first.
         total_updates: as given.
+        started: whether a step has been taken since this averaging was made.
     """
-
-    _alive: ClassVar[WeakRegistry["ExpertWeightAveraging"]] = WeakRegistry()
 
     def __init__(
         self,
@@ -180,13 +174,13 @@ class ExpertWeightAveraging:
             )
         self.total_updates = total_updates
         self.share_rate = 0.0
-        self._of_model = WeakRegistry(moe_layers(model).values())
+        self.started = False
+        self._layers = [weakref.ref(layer) for layer in moe_layers(model).values()]
         self._share_rate, self._schedule = share_rate, schedule
         self._optimizer = weakref.ref(optimizer)
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: list[Optimizer] = []  # that have begun since the outermost one, which is the first
         self._due: list[tuple[float, nn.Parameter]] = []  # at the end of that step
-        self._started = False
         layers = layers_of_trained_experts(optimizer, self.layers())
         for layer in layers or self.layers():
             _averageable(layer)  # raises
@@ -198,14 +192,14 @@ class ExpertWeightAveraging:
             self._rates(layers, 1.0)  # raises
         optimizer.param_groups[0].setdefault(UPDATES, 0)
         self._follow(optimizer)
-        self._alive.add(self)
+        register(self)
         if is_primary():
             _logger.info(self._describe(layers))
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
-        """The averaging that an optimizer, or one that shares its parameter groups, has, or None."""
-        for averaging in cls._alive:
+        """The averaging of an optimizer, or of one that shares its parameter groups, or None."""
+        for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
             if owner is not None and owner.param_groups[0] is optimizer.param_groups[0]:
                 return averaging
@@ -213,13 +207,13 @@ class ExpertWeightAveraging:
 
     @classmethod
     def during(cls, optimizer: Optimizer) -> "list[ExpertWeightAveraging]":
-        """The averagings that a step of this optimizer, which may be a part of another one's, ends in."""
+        """The averagings in which a step of this optimizer ends; the step may be a part of another optimizer's."""
         own = cls.of(optimizer)
-        return [averaging for averaging in cls._alive if averaging is own or averaging._steps]
+        return [averaging for averaging in living(ExpertWeightAveraging) if averaging is own or averaging._steps]
 
     def layers(self) -> list[MoeMlp]:
         """The expert layers that are averaged as long as the optimizer trains their experts."""
-        return list(self._of_model)
+        return [layer for reference in self._layers if (layer := reference()) is not None]
 
     @property
     def updates(self) -> int:
@@ -227,15 +221,10 @@ class ExpertWeightAveraging:
         optimizer = self._optimizer()
         return 0 if optimizer is None else optimizer.param_groups[0].get(UPDATES, 0)
 
-    @property
-    def started(self) -> bool:
-        """Whether a step has been taken since this averaging was made."""
-        return self._started
-
     def seek(self, updates: int) -> None:
-        """Continue as after this many updates, if no step has been taken and no count came with the optimizer."""
+        """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
         optimizer = self._optimizer()
-        if optimizer is None or self._started or self.updates or not updates:
+        if optimizer is None or self.started or self.updates or not updates:
             return
         optimizer.param_groups[0][UPDATES] = updates
         if is_primary():
@@ -245,14 +234,14 @@ class ExpertWeightAveraging:
         """Stop averaging."""
         for handle in self._handles.values():
             handle.remove()
-        self._alive.discard(self)
+        unregister(self)
 
     def _follow(self, optimizer: Optimizer) -> None:
         if optimizer not in self._handles:
             self._handles[optimizer] = optimizer.register_step_post_hook(self._end_step)
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        """A step begins, perhaps within another one's: whatever cannot be averaged is told before a weight moves."""
+        """Follow a step, perhaps within another one's; raise at once if the experts cannot be averaged."""
         if not self._steps or optimizer in self._steps:  # none steps twice within a step: an earlier one has raised
             self._steps = []
             self._due = self._experts_due(optimizer)
@@ -260,8 +249,8 @@ class ExpertWeightAveraging:
         self._steps.append(optimizer)
 
     def _experts_due(self, optimizer: Optimizer) -> list[tuple[float, nn.Parameter]]:
-        """What the step that begins ends with: the rates and the parameters that they are for."""
-        trained = _parameter_ids(optimizer)
+        """The parameters to average at the end of the step that begins, with their rates."""
+        trained = parameter_ids(optimizer)
         layers = layers_of_trained_experts(optimizer, self.layers())
         rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
         due: dict[int, tuple[float, nn.Parameter]] = {}
@@ -272,22 +261,18 @@ class ExpertWeightAveraging:
         return list(due.values())
 
     def _rates(self, layers: list[MoeMlp], progress: float) -> list[float]:
-        """The rate of each layer; ValueError if it is none."""
-        if callable(self._schedule):
-            rates = [self._schedule(progress)] * len(layers)  # called once for a step
-            for rate, layer in zip(rates, layers, strict=True):
-                check_share_rate(rate, layer.num_experts)
-            return rates
-        return [self._named_rate(layer, progress) for layer in layers]
+        """The rate of each layer; ValueError if it is out of range."""
+        if callable(self._schedule):  # it is called once for a step
+            stated: list[tuple[float, Any]] = [(self._schedule(progress), "constant")] * len(layers)
+        else:
+            stated = [self._stated(layer) for layer in layers]
+        for (rate, _), layer in zip(stated, layers, strict=True):
+            check_share_rate(rate, layer.num_experts)
+        return [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
 
-    def _named_rate(self, layer: MoeMlp, progress: float) -> float:
-        rate, schedule = self._stated_sharing(layer)
-        check_share_rate(rate, layer.num_experts)
-        return get_schedule(schedule)(progress, rate)
-
-    def _stated_sharing(self, layer: MoeMlp) -> tuple[float, Any]:
-        """Rate and schedule as this averaging states them, else as the layer does."""
-        rate, schedule = sharing(layer)
+    def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
+        """Share rate and schedule of a layer: the arguments, and where they are None the layer's own."""
+        rate, schedule = share_rate_and_schedule(layer)
         stated_rate = rate if self._share_rate is None else self._share_rate
         return stated_rate, schedule if self._schedule is None else self._schedule
 
@@ -299,7 +284,7 @@ class ExpertWeightAveraging:
         found_inf = getattr(optimizer, "found_inf", None)  # set while a GradScaler steps a fused optimizer
         if found_inf is not None and found_inf.item():
             return
-        self._started = True
+        self.started = True
         optimizer.param_groups[0][UPDATES] = self.updates + 1
         self.share_rate = due[0][0] if due else 0.0
         for beta, stacked in due:
@@ -310,7 +295,7 @@ class ExpertWeightAveraging:
         if callable(self._schedule):
             course = f"share rate by {getattr(self._schedule, '__name__', 'a function')}"
         else:
-            rate, schedule = self._stated_sharing(layers[0])
+            rate, schedule = self._stated(layers[0])
             course = f"share rate {rate:g}, schedule {schedule}"
         after = f", continuing after update {self.updates}" if self.updates else ""
         return (
@@ -321,71 +306,7 @@ class ExpertWeightAveraging:
 
 @torch.compiler.disable  # the step of an optimizer may be compiled
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Pre-hook of every optimizer's step: its averaging, if there is one, follows it to its end."""
+    """Let the averaging of an optimizer, if there is one, follow its step; a pre-hook of every optimizer."""
     averaging = ExpertWeightAveraging.of(optimizer)
     if averaging is not None:
         averaging._begin_step(optimizer)
-
-
-def with_hooks(optimizer: Any) -> Optimizer:
-    """The optimizer whose steps are those to follow, with torch's step hooks."""
-    while hasattr(optimizer, "step_was_skipped"):  # Accelerate's: its step may be none, that of the one inside is one
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed.")
-    was_hooked = _is_hooked(optimizer)
-    _install_hooks(optimizer)
-    if not was_hooked and not hasattr(optimizer.step, "hooked"):
-        raise ValueError(
-            f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: make "
-            "the averaging right after the optimizer."
-        )
-    return optimizer
-
-
-def _is_hooked(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
-
-
-def _install_hooks(optimizer: Optimizer) -> None:
-    """Give an optimizer, and those that it works by, the step hooks which torch's own have."""
-    if not _is_hooked(optimizer):
-        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this does, too.
-        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
-    for inner in vars(optimizer).values():
-        if isinstance(inner, Optimizer) and not _is_hooked(inner):
-            _install_hooks(inner)
-
-
-def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
-    """Those of the layers that have a parameter among the optimizer's, be it their router's."""
-    trained = _parameter_ids(optimizer)
-    return [layer for layer in layers if any(id(parameter) in trained for parameter in layer.parameters())]
-
-
-def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
-    """Those of the layers whose experts are among the optimizer's parameters, or are computed from some of them."""
-    trained = _parameter_ids(optimizer)
-    return [layer for layer in layers if any(id(source) in trained for source in _sources(layer))]
-
-
-def _sources(layer: MoeMlp) -> list[Tensor]:
-    """The parameters that the experts of a layer are, or are computed from."""
-    experts: list[Tensor] = [attrgetter(name)(layer) for name in layer.stacked_shapes]
-    if all(isinstance(stacked, nn.Parameter) for stacked in experts) and not layer.adapted():
-        return experts
-    own = layer.named_parameters()
-    return [parameter for name, parameter in own if name.partition(".")[0] not in ("router", "shared")]
-
-
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def is_primary() -> bool:
-    """Whether this process is the one that logs."""
-    return (
-        not torch.distributed.is_available()
-        or not torch.distributed.is_initialized()
-        or torch.distributed.get_rank() == 0
-    )

@@ -1,4 +1,4 @@
-"""What the experts did in each epoch, in a file beside train.py's summary.csv: ``experts.json``."""
+"""Log of the experts in each epoch, in a file beside train.py's summary.csv: ``experts.json``."""
 
 import json
 import logging
@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from ..convert.blocks import whole_experts
 from ..files import write_json
 from ..layers import MoeMlp
-from .averaging import ExpertWeightAveraging, living_layers, trained_layers
+from ..layers.living import living
+from .averaging import ExpertWeightAveraging
+from .optimizers import trained_layers
 from .router_losses import by_block, summary_of_epoch
 
 _logger = logging.getLogger(__name__)
@@ -22,21 +24,27 @@ FILE = "experts.json"
 def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     """Add an epoch that ends to the file; later ones, which an earlier run left there, are taken out of it.
 
-    Nothing is written where the optimizer trains no experts. What goes wrong is a warning: it must not end a run.
+    Nothing is written if the optimizer trains no experts. Errors become warnings: they must not end a run.
 
     Args:
         folder: train.py's.
         epoch: number of the epoch, from 0.
         optimizer: of the run.
     """
-    layers = sorted(trained_layers(optimizer, living_layers), key=by_block)
+    layers = sorted(trained_layers(optimizer, living(MoeMlp)), key=by_block)
     if not layers:
         return
     try:
         earlier = [entry for entry in _epochs_so_far(folder) if entry["epoch"] < epoch]
-        write_json(folder / FILE, {"epochs": [*earlier, _entry(epoch, optimizer, layers)]})
+        averaging = ExpertWeightAveraging.of(optimizer)
+        entry = {
+            "epoch": epoch,
+            "share_rate": None if averaging is None else averaging.share_rate,
+            "layers": {layer.path or "experts": _statistics(layer) for layer in layers},
+        }
+        write_json(folder / FILE, {"epochs": [*earlier, entry]})
     except (OSError, ValueError) as error:
-        _logger.warning("What the experts did in epoch %s is not in %s: %s", epoch, folder / FILE, error)
+        _logger.warning("The experts' statistics of epoch %s are not in %s: %s", epoch, folder / FILE, error)
 
 
 def _epochs_so_far(folder: Path) -> list[dict[str, Any]]:
@@ -49,13 +57,18 @@ def _epochs_so_far(folder: Path) -> list[dict[str, Any]]:
         return []
 
 
+def _statistics(layer: MoeMlp) -> dict[str, Any]:
+    summary = summary_of_epoch(layer)
+    return {"spread": relative_distance_to_mean(layer), **({} if summary is None else vars(summary))}
+
+
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
-    """The epochs of the file, in their order; none if there is no such file.
+    """Read the epochs of the file in their order; none if there is no such file.
 
     Returns:
         Of each epoch its number ``epoch``, the ``share_rate`` of its last averaging (None without one), and ``layers``:
-        of each its ``spread``, see :func:`spread`, and where it is routed its ``losses``, ``dropped`` and ``load``, see
-        :class:`timm_moe.RoutingSummary`.
+        of each its ``spread``, see :func:`relative_distance_to_mean`, and for routed layers ``losses``, ``dropped`` and
+        ``load``, see :class:`timm_moe.RoutingSummary`.
 
     Raises:
         ValueError: if the file is damaged.
@@ -73,43 +86,28 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _check_entry(entry: dict[str, Any]) -> None:
-    """Raise any of four errors if something is missing or of another kind."""
+    """Raise any of four errors if something is missing or of another type."""
     numbers = [entry["share_rate"]]
     for layer in entry["layers"].values():
         numbers += [layer["spread"], layer.get("dropped"), *layer.get("losses", {}).values(), *layer.get("load", [])]
-    whole = type(entry["epoch"]) is int
-    if not whole or not all(number is None or type(number) in (int, float) for number in numbers):
-        raise TypeError("what should be a number is none")
+    if type(entry["epoch"]) is not int or not all(type(number) in (int, float, type(None)) for number in numbers):
+        raise TypeError("expected a number")
 
 
-def spread(layer: MoeMlp) -> float | None:
-    """How far the experts are from their mean: root of the mean squared distance, over the norm of the mean.
+@torch.no_grad()
+def relative_distance_to_mean(layer: MoeMlp) -> float | None:
+    """Root of the mean squared distance of the experts from their mean, divided by the norm of the mean.
 
-    All weights of an expert count as one vector. 0 if all are alike; about the root of E - 1 if they are independent.
-    None where they are not in one piece (FSDP), or the mean is 0.
+    All weights of an expert count as one vector. 0 if all experts are equal; about ``sqrt(E - 1)`` if they are
+    independent. None if they are not in one piece (FSDP), or the mean is 0.
     """
     try:
         stacked = list(whole_experts(layer).values())
     except ValueError:
         return None
-    if any(hasattr(tensor, "placements") for tensor in stacked):  # of several processes, of which only one is here
+    if any(hasattr(tensor, "placements") for tensor in stacked):  # this process holds a part
         return None
-    with torch.no_grad():
-        means = [tensor.float().mean(0) for tensor in stacked]
-        distance = sum((tensor.float() - mean).square().sum() for tensor, mean in zip(stacked, means, strict=True))
-        norm = sum(mean.square().sum() for mean in means)
-        return float((distance / layer.num_experts / norm).sqrt()) if norm else None
-
-
-def _entry(epoch: int, optimizer: Optimizer, layers: list[MoeMlp]) -> dict[str, Any]:
-    averaging = ExpertWeightAveraging.of(optimizer)
-    return {
-        "epoch": epoch,
-        "share_rate": None if averaging is None else averaging.share_rate,
-        "layers": {layer.path or "experts": _of_layer(layer) for layer in layers},
-    }
-
-
-def _of_layer(layer: MoeMlp) -> dict[str, Any]:
-    summary = summary_of_epoch(layer)
-    return {"spread": spread(layer), **({} if summary is None else vars(summary))}
+    means = [tensor.float().mean(0) for tensor in stacked]
+    distance = sum((tensor.float() - mean).square().sum() for tensor, mean in zip(stacked, means, strict=True))
+    norm = sum(mean.square().sum() for mean in means)
+    return float((distance / layer.num_experts / norm).sqrt()) if norm else None

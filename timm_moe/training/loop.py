@@ -1,7 +1,7 @@
-"""What the training loop of any library calls: at its start, for each loss, and where it logs.
+"""Calls of any training loop: at its start, for each loss, and where it logs.
 
-An integration is these three functions, called from where its library lets one in: see
-:mod:`timm_moe.integrations.transformers` and :mod:`timm_moe.integrations.lightning`.
+An integration consists of these three calls: see :mod:`timm_moe.integrations.transformers` and
+:mod:`timm_moe.integrations.lightning`.
 """
 
 import logging
@@ -10,9 +10,10 @@ import math
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, sharing
-from .averaging import UPDATES, ExpertWeightAveraging, layers_of_trained_experts
-from .router_losses import auxiliary_loss, routed_layers, routing_summary
+from ..convert.blocks import moe_layers, share_rate_and_schedule
+from .averaging import UPDATES, ExpertWeightAveraging
+from .optimizers import layers_of_trained_experts
+from .router_losses import auxiliary_loss, has_waiting_losses, routing_summary
 
 _logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _logger = logging.getLogger(__name__)
 def start_averaging(
     model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
 ) -> ExpertWeightAveraging | None:
-    """The averaging of a run that begins, at the rates and by the schedules that its expert layers were created with.
+    """Start the averaging of a run, at the rates and by the schedules that its expert layers were created with.
 
     Args:
         model: to be trained.
@@ -37,14 +38,14 @@ def start_averaging(
     Raises:
         ValueError: if the run has no known end, and as :class:`ExpertWeightAveraging`.
     """
-    routing_summary(model, reset=True)  # what another run left
+    routing_summary(model, reset=True)  # of an earlier run
     layers = list(moe_layers(model).values())
     if not layers:
         _logger.warning(
             "This %s has no expert layers, so nothing is averaged: convert it first by timm_moe.convert_to_moe.",
             type(model).__name__,
         )
-    if not any(sharing(layer)[0] for layer in layers_of_trained_experts(optimizer, layers)):
+    if not any(share_rate_and_schedule(layer)[0] for layer in layers_of_trained_experts(optimizer, layers)):
         return None
     if not math.isfinite(total_updates) or total_updates < 1:
         raise ValueError(
@@ -59,26 +60,24 @@ def start_averaging(
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """A training loss with the routers' losses of the forwards that it was computed from.
+    """Add the router losses of the forwards that computed a training loss.
 
     Args:
         model: that computed it.
         loss: a scalar.
-        scale: of the routers' losses, where the loss was divided by the number of accumulated batches already.
+        scale: of the router losses, where the loss was divided by the number of accumulated batches already.
 
     Returns:
-        The sum; the loss as it is in eval mode, without routers, or where :func:`auxiliary_loss` was added already.
+        The sum; the loss itself in eval mode, without routers, or where :func:`auxiliary_loss` was added already.
     """
-    if not any(layer.router.is_pending() for layer in routed_layers(model)):
-        return loss
-    return loss + auxiliary_loss(model) * scale
+    return loss + auxiliary_loss(model) * scale if has_waiting_losses(model) else loss
 
 
 def expert_statistics(model: nn.Module, averaging: ExpertWeightAveraging | None = None) -> dict[str, float]:
-    """Numbers for a log by name: what each router did since the last call, and the share rate of the last averaging.
+    """Statistics for a log by name: of each router since the last call, and the share rate of the last averaging.
 
-    ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction of choices that
-    found no place, ``.../load_max`` the fraction of all choices that went for the most chosen expert.
+    ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction of choices beyond
+    the capacities, ``.../load_max`` the fraction of all choices that fell on the most chosen expert.
     """
     numbers: dict[str, float] = {}
     for path, summary in routing_summary(model, reset=True).items():

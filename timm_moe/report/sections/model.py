@@ -1,4 +1,4 @@
-"""The model of a report: its blocks, sizes and options, and where its weights came from."""
+"""The model of a report: its blocks, sizes and options, and the origin of its weights."""
 
 import re
 from collections.abc import Sequence
@@ -12,36 +12,34 @@ from ...convert.find import ffn_paths
 from ...export.history import History
 from ...info import ModelInfo
 from ...layers import EnsembleRouter, MoeMlp, RandomPartition, SharedExpertMlp
-from ...model_config import get_pretrained_cfg
-from .part import Part, Section
+from ..page import Part, Section
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
-    """The model: its blocks, sizes and options, and where its weights came from."""
+    """The model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
     boxes = _boxes(model)
-    rows = [["", ""], ["model", info.name], ["experts", _experts(info)]]
-    rows += [["members", f"{info.members}{_own_experts(model)}"]] if info.members > 1 else []
-    rows += [["parameters in training", f"{info.total:,}"], ["activated for a token", f"{info.activated:,}"]]
-    rows += [["exported", f"{info.exported:,}"]] if info.exported is not None else []
-    rows += [["evaluation of an image", f"{info.gflops:.3f} GFLOPs"]]
-    rows += [["input", " x ".join(map(str, info.input_size))]]
-    options = [["option", "value"], *([name, value] for name, value in history.options.items())]
-    origin = [["", ""], *([name, str(value)] for name, value in _origin(history))]
+    own = _own_experts(model)
+    size = {"model": info.name, "experts": _experts(info)}
+    size |= {"members": f"{info.members}{own}"} if info.members > 1 else {}
+    size |= {"parameters in training": f"{info.total:,}", "activated for a token": f"{info.activated:,}"}
+    size |= {} if info.exported is None else {"exported": f"{info.exported:,}"}
+    size |= {"evaluation of an image": f"{info.gflops:.3f} GFLOPs", "input": " x ".join(map(str, info.input_size))}
     parts = [
-        Part(
-            "Where the experts sit",
-            f"{_sitting(info, boxes)}{_chosen_by(model, info)}{_shared(model)}{_members(info)}",
-            routes={"kind": "blocks", "blocks": boxes},
-        ),
-        Part("Size and cost", table=rows),
+        Part("Where the experts sit", _sentences(model, info, boxes), routes={"kind": "blocks", "blocks": boxes}),
+        Part("Size and cost", table=_table(size)),
     ]
-    if len(options) > 1:
-        parts.append(Part("How it was trained", "train.py's options, those that are set.", table=options))
-    if len(origin) > 1:
-        parts.append(Part("Where it came from", table=origin))
+    if history.options:
+        table = [["option", "value"], *([name, value] for name, value in history.options.items())]
+        parts.append(Part("How it was trained", "train.py's options, those that are set.", table=table))
+    if origin := _origin(history):
+        parts.append(Part("Where it came from", table=_table(origin)))
     return Section("model", "The model", parts)
+
+
+def _table(rows: dict[str, str]) -> list[list[str]]:
+    return [["", ""], *([name, value] for name, value in rows.items())]
 
 
 def _experts(info: ModelInfo) -> str:
@@ -52,32 +50,31 @@ def _experts(info: ModelInfo) -> str:
     return f"{info.num_experts} in {layers}; {info.top_k} for each {unit}"
 
 
-def _sitting(info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
-    if not info.moe_layers:
-        return "This model has no expert layers."
-    places, layers = sum(box["experts"] > 0 for box in boxes), len(info.moe_layers)
-    text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
-    if places > layers:
-        text += f" They share {'one expert layer' if layers == 1 else f'{layers} expert layers'}: these are the same."
-    return text
-
-
-def _chosen_by(model: nn.Module, info: ModelInfo) -> str:
-    """A sentence on what chooses the experts."""
-    layers = moe_layers(model).values()
+def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
+    """The place of the experts, the choice among them, shared experts and members."""
+    layers = moe_layers(model)
     if not layers:
-        return ""
-    if all(isinstance(layer.routed_by, RandomPartition) for layer in layers):
-        return (
+        return f"This model has no expert layers.{_members(info)}"
+    places = sum(box["experts"] > 0 for box in boxes)
+    text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
+    if places > len(layers):
+        shared = "one expert layer" if len(layers) == 1 else f"{len(layers)} expert layers"
+        text += f" They share {shared}: these are the same."
+    number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
+    if all(isinstance(layer.routed_by, RandomPartition) for layer in layers.values()):
+        text += (
             " No router chooses: in training each token gets a random expert, so none of them sees some classes more "
             "than others, and none can die."
         )
-    if all(layer.fused for layer in layers):
-        return " Nothing is routed: learned weights fuse the experts of a layer into one network."
-    number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
-    if info.routing_unit == "image":
-        return f" A router chooses {number} for each image; all of its tokens go there."
-    return f" A router chooses {number} for each token."
+    elif all(layer.fused for layer in layers.values()):
+        text += " Nothing is routed: learned weights fuse the experts of a layer into one network."
+    elif info.routing_unit == "image":
+        text += f" A router chooses {number} for each image; all of its tokens go there."
+    else:
+        text += f" A router chooses {number} for each token."
+    if shared_by := [path for path, layer in layers.items() if isinstance(layer, SharedExpertMlp)]:
+        text += f" Beside these there is a shared expert, which every token passes through, in {', '.join(shared_by)}."
+    return text + _members(info)
 
 
 def _members(info: ModelInfo) -> str:
@@ -89,55 +86,40 @@ def _members(info: ModelInfo) -> str:
     )
 
 
-def _shared(model: nn.Module) -> str:
-    """A sentence on the shared experts."""
-    layers = [path for path, layer in moe_layers(model).items() if isinstance(layer, SharedExpertMlp)]
-    if not layers:
-        return ""
-    return f" Beside these there is a shared expert, which every token passes through, in {', '.join(layers)}."
-
-
 def _own_experts(model: nn.Module) -> str:
-    """Which experts belong to which member of an ensemble inside one model; empty where all have all."""
+    """The experts of each member of an ensemble inside one model; empty if all members have all."""
     routers = [layer.routed_by for layer in moe_layers(model).values() if isinstance(layer.routed_by, EnsembleRouter)]
     if not routers:
         return ""
     members, own = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
-    told = [f"member {number + 1} has {_numbered(number * own, own)}" for number in range(members)]
-    return f"; {', '.join(told)}"
-
-
-def _numbered(first: int, number: int) -> str:
-    return f"expert {first}" if number == 1 else f"experts {first} to {first + number - 1}"
+    experts = [f"expert {m}" if own == 1 else f"experts {m * own} to {(m + 1) * own - 1}" for m in range(members)]
+    return "; " + ", ".join(f"member {m + 1} has {experts[m]}" for m in range(members))
 
 
 def _boxes(model: nn.Module) -> list[dict[str, Any]]:
-    """All places of feed-forward networks, in order, of one that stands in several blocks each of them."""
+    """All places of feed-forward networks, in order; one in several blocks has several places."""
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     found = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in networks]
-    numbers = [_BLOCK.fullmatch(path) for path, _ in found]
-    plain = all(numbers)
+    plain = all(_BLOCK.fullmatch(path) for path, _ in found)
     return [
         {
-            "name": f"block {number[1]}" if plain and number else path,
+            "name": _BLOCK.sub(r"block \1", path) if plain else path,
             "experts": module.num_experts if isinstance(module, MoeMlp) else 0,
         }
-        for number, (path, module) in zip(numbers, found, strict=True)
+        for path, module in found
     ]
 
 
-def _origin(history: History) -> list[tuple[str, Any]]:
-    known = {"file": history.file, "epoch": history.epoch, "pretrained weights": history.base, "start": history.start}
-    known |= {"weights": "the EMA weights of the checkpoint" if history.ema else None}
-    known |= {"data": history.dataset, "gathered by": history.method}
-    known |= (
-        {}
-        if history.experts is None
-        else {f"experts' {name}": value for name, value in asdict(history.experts).items()}
-    )
-    return [(name, value) for name, value in known.items() if value is not None]
-
-
-def origin_of(model: nn.Module) -> str:
-    """The registered name of a model, for :func:`timm_moe.info.measure`."""
-    return get_pretrained_cfg(model).get("architecture", type(model).__name__)
+def _origin(history: History) -> dict[str, str]:
+    known = {
+        "file": history.file,
+        "epoch": history.epoch,
+        "pretrained weights": history.base,
+        "start": history.start,
+        "weights": "the EMA weights of the checkpoint" if history.ema else None,
+        "data": history.dataset,
+        "gathered by": history.method,
+    }
+    if history.experts is not None:
+        known |= {f"experts' {name}": value for name, value in asdict(history.experts).items()}
+    return {name: str(value) for name, value in known.items() if value is not None}

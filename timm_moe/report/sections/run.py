@@ -1,30 +1,32 @@
-"""The training run of a report: what summary.csv and experts.json tell, as charts over the epochs."""
+"""The training run of a report: ``summary.csv`` and ``experts.json`` as charts over the epochs."""
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ...training.epoch_log import read_epochs
 from .. import charts
-from .alike import MEASURED
-from .part import Part, Section
+from ..page import Part, Section
 from .routing import DEAD
+from .similarity import DISTANCE
 
 #: Distance of the experts from their mean, over the size of that mean, below which they count as together.
 TOGETHER = 0.1
-#: Columns of summary.csv, and what they are called.
+#: Columns of summary.csv with losses, and their names.
 LOSS_COLUMNS = {"train_loss": "training", "eval_loss": "evaluation"}
+#: Points of a chart over the epochs.
+Points = list[dict[str, Any]]
 
 
 def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
-    """The training run, from train.py's folder; None where there is none at hand.
+    """The training run in train.py's folder; None if nothing is known of it.
 
     Args:
         folder: train.py's.
-        classes: how many there are; with five or fewer the best five are always right, and are left out.
+        classes: their number; with five or fewer the best five are always right, and are left out.
 
     Raises:
         ValueError: if a file is damaged.
@@ -33,18 +35,23 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     epochs = read_epochs(folder) if folder else []
     if not rows and not epochs:
         return None
-    section = Section("run", "The training run")
     columns = {"eval_top1": "top-1"} | ({} if classes and classes <= 5 else {"eval_top5": "top-5"})
-    _add_lines(section, "Does the loss still fall?", *_curves(rows, LOSS_COLUMNS, "images"), _trend, "loss")
-    _add_lines(
-        section, "How accurate was it in each epoch?", *_curves(rows, columns, "accuracy"), _best,
-        "accuracy (%)",
-    )  # fmt: skip
-    section.parts += _of_epochs(epochs)
-    return section
+    losses = _points(rows, LOSS_COLUMNS, "images")
+    accuracies = _points(rows, columns, "accuracy")
+    parts = [
+        _part("Does the loss still fall?", losses, _trend, "images", "loss"),
+        _part("How accurate was it in each epoch?", accuracies, _best, "accuracy", "accuracy (%)"),
+        _share_rate_part(epochs),
+        _spread_part(epochs),
+        _load_part(epochs),
+        _dropped_part(epochs),
+        _router_losses_part(epochs),
+    ]
+    return Section("run", "The training run", [part for part in parts if part is not None])
 
 
 def _summary(folder: Path) -> list[dict[str, str]]:
+    """The rows of summary.csv; of a repeated epoch the last one."""
     file = folder / "summary.csv"
     if not file.exists():
         return []
@@ -56,18 +63,14 @@ def _summary(folder: Path) -> list[dict[str, str]]:
     return list({row["epoch"]: row for row in rows}.values())
 
 
-def _curves(
-    rows: Sequence[dict[str, str]], columns: dict[str, str], key: str
-) -> tuple[list[dict[str, Any]], str, list[int]]:
-    """Points of the columns that are numbers, the key of their series, and the epochs where one is not finite."""
-    points: list[dict[str, Any]] = [
+def _points(rows: Sequence[Mapping[str, str]], columns: Mapping[str, str], key: str) -> Points:
+    """The values of some columns that are there, with the name of their series under a key."""
+    return [
         {"epoch": int(row["epoch"]), "value": _number(row[column]), key: series}
         for row in rows
         for column, series in columns.items()
         if row.get(column)
     ]
-    known = [point for point in points if math.isfinite(point["value"])]
-    return known, key, sorted({point["epoch"] for point in points if not math.isfinite(point["value"])})
 
 
 def _number(text: str) -> float:
@@ -77,167 +80,84 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _add_lines(
-    section: Section, title: str, points: list[dict[str, Any]], key: str, lost: Sequence[int], tell: Any, y_title: str
-) -> None:
-    """Add a chart over the epochs; where all numbers are lost, the sentence alone."""
-    text = " ".join(filter(None, [tell(points), _lost(lost)]))
-    if points:
-        chart = charts.lines(points, "epoch", "value", key, x_title="epoch", y_title=y_title)
-        section.parts.append(Part(title, text, chart.to_dict()))
-    elif lost:
-        section.parts.append(Part(title, text))
+def _part(
+    title: str,
+    points: Points,
+    text: str | Callable[[Points], str],
+    series: str,
+    y_title: str,
+    choice: str | None = None,
+    percent: bool = False,
+) -> Part | None:
+    """A chart of the finite values, with a sentence on the epochs of the others; None if there are no values.
 
-
-def _lost(epochs: Sequence[int]) -> str:
-    """A sentence on the epochs that a chart leaves out."""
-    if not epochs:
-        return ""
-    return f"Left out: {_listed(epochs)}, where it was not a finite number. The run may have diverged there."
-
-
-def _listed(epochs: Sequence[int]) -> str:
-    """ "epochs 1 to 3 and 7"."""
-    spans: list[list[int]] = []
-    for epoch in epochs:
-        if spans and spans[-1][1] == epoch - 1:
-            spans[-1][1] = epoch
-        else:
-            spans.append([epoch, epoch])
-    told = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
-    return f"epoch{'s' if len(epochs) > 1 else ''} " + " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
-
-
-def _trend(losses: Sequence[dict[str, Any]]) -> str:
-    images = "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
-    own = [point for point in losses if point["images"] == images]
-    if not own:
-        return ""
-    augmented = " The training loss is that of augmented images, with label smoothing and the routers' losses in it."
-    both = augmented if len({point["images"] for point in losses}) > 1 else ""
-    lowest, last = min(own, key=lambda point: point["value"]), own[-1]
-    if lowest is last:
-        return f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}.{both}"
-    return (
-        f"The {images} loss was lowest in epoch {lowest['epoch']}: {lowest['value']:.4g}. In the last epoch, "
-        f"{last['epoch']}, it was {last['value']:.4g}.{both}"
-    )
-
-
-def _best(accuracy: Sequence[dict[str, Any]]) -> str:
-    own = [point for point in accuracy if point["accuracy"] == "top-1"]
-    if not own:
-        return ""
-    best = max(own, key=lambda point: point["value"])
-    return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
-
-
-def _of_epochs(epochs: Sequence[dict[str, Any]]) -> list[Part]:
-    """What experts.json tells."""
-    rates = [
-        {"epoch": entry["epoch"], "rate": entry["share_rate"], "of": "share rate"}
-        for entry in epochs
-        if _is_finite(entry["share_rate"])
-    ]
-    parts = []
-    if rates:
-        chart = charts.lines(rates, "epoch", "rate", "of", x_title="epoch", y_title="share rate of the last step")
-        text = "After each step every expert moves by this share towards the mean of the other experts."
-        parts.append(Part("How much are the experts averaged?", text, chart.to_dict()))
-    return [*parts, *_spread_part(epochs), *_load_part(epochs), *_dropped_part(epochs), *_router_losses_part(epochs)]
-
-
-def _spread_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
-    spreads = _by_layer(epochs, lambda layer: layer["spread"])
-    if not spreads:
-        return []
-    averaged = any(entry["share_rate"] for entry in epochs)
-    title = "Did the experts come together?" if averaged else "How far apart are the experts in training?"
-    chart = charts.lines(spreads, "epoch", "value", "layer", x_title="epoch", y_title="distance from the mean")
-    off = "" if epochs[-1]["share_rate"] is None else " (the share rate was 0)"
-    verdict = _verdict(spreads)
-    if averaged:
-        told = f"{verdict} Averaging was on. "
-    else:
-        told = f"{verdict.replace('They did not: their', 'Their')} Nothing averaged the experts{off}. "
-    return [Part(title, f"{told}{_distances(spreads)}", chart.to_dict())]
-
-
-def _load_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
-    loads = [
-        {"epoch": entry["epoch"], "layer": name, "expert": str(expert), "share": share}
-        for entry in epochs
-        for name, layer in entry["layers"].items()
-        for expert, share in enumerate(layer.get("load", []))
-        if _is_finite(share)
-    ]
-    if not loads:
-        return []
-    chart = charts.lines(
-        loads, "epoch", "share", "expert", x_title="epoch", y_title="share of the choices", percent=True
-    )
-    names = list(dict.fromkeys(row["layer"] for row in loads))
-    chart = charts.chosen(chart, "layer", "layer", names)
-    text = (
-        f"{_idle(epochs[-1])} The chart has each expert's share of the choices. A line that falls to 0 is an "
-        "expert that the router no longer takes."
-    )
-    return [Part("Is every expert used in training?", text, chart.to_dict())]
-
-
-def _idle(last: dict[str, Any]) -> str:
-    """A sentence on the experts that the last epoch hardly used."""
-    loads = {name: layer["load"] for name, layer in last["layers"].items() if layer.get("load")}
-    idle = [
-        f"expert {expert} of {name}"
-        for name, load in loads.items()
-        for expert, share in enumerate(load)
-        if share is not None and share * len(load) < DEAD
-    ]
-    if not idle:
-        return f"In the last epoch, {last['epoch']}, none had less than a tenth of an even share."
-    return f"In the last epoch, {last['epoch']}, these had less than a tenth of an even share: {', '.join(idle)}."
-
-
-def _dropped_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
-    dropped = _by_layer(epochs, lambda layer: layer.get("dropped"))
-    if not any(row["value"] for row in dropped):
-        return []
-    chart = charts.lines(dropped, "epoch", "value", "layer", x_title="epoch", y_title="dropped choices", percent=True)
-    last = [row["value"] for row in dropped if row["epoch"] == dropped[-1]["epoch"]]
-    text = (
-        f"In the last epoch up to {max(last):.1%} of a layer's choices were dropped, because their expert was "
-        "full. A larger capacity_factor, or a balancing loss, leaves more of them a place."
-    )
-    return [Part("How many choices found no place?", text, chart.to_dict())]
-
-
-def _router_losses_part(epochs: Sequence[dict[str, Any]]) -> list[Part]:
-    losses = [
-        {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
-        for entry in epochs
-        for layer, told in entry["layers"].items()
-        for name, value in told.get("losses", {}).items()
-    ]
-    known = [row for row in losses if _is_finite(row["value"])]
-    lost = _lost(sorted({row["epoch"] for row in losses if not _is_finite(row["value"])}))
-    title = "What did the routers' losses do?"
+    Args:
+        title: of the part.
+        points: with ``epoch``, ``value``, the series and the choice.
+        text: sentences, or a function of the points in the chart.
+        series: field whose values are the lines.
+        y_title: of the values.
+        choice: field; the reader chooses one of its values.
+        percent: values are shares.
+    """
+    known = [point for point in points if _is_finite(point["value"])]
+    lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
     if not known:
-        return [Part(title, lost)] if lost else []
-    chart = charts.lines(known, "epoch", "value", "layer", x_title="epoch", y_title="router's loss, without weight")
-    names = list(dict.fromkeys(row["loss"] for row in known))
-    text = (
-        "These losses keep the experts evenly used, and are added to the training loss. Even use is 0 for importance "
-        "and load, 1 for balance."
-    )
-    return [Part(title, " ".join(filter(None, [text, lost])), charts.chosen(chart, "loss", "loss", names).to_dict())]
+        return Part(title, lost) if lost else None
+    chart = charts.lines(known, series, y_title, percent)
+    chart = charts.chosen(chart, choice, choice) if choice else chart
+    sentences = text if isinstance(text, str) else text(known)
+    return Part(title, " ".join(filter(None, [sentences, lost])), chart.to_dict())
 
 
 def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _by_layer(epochs: Sequence[dict[str, Any]], value: Any) -> list[dict[str, Any]]:
+def _lost(epochs: Sequence[int]) -> str:
+    """A sentence on the epochs that a chart leaves out, as "epochs 1 to 3 and 7"."""
+    if not epochs:
+        return ""
+    spans: list[list[int]] = []
+    for epoch in epochs:
+        if spans and spans[-1][1] == epoch - 1:
+            spans[-1][1] = epoch
+        else:
+            spans.append([epoch, epoch])
+    ranges = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+    listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
+    return (
+        f"Left out: epoch{'s' if len(epochs) > 1 else ''} {listed}, where it was not a finite number. The run may have "
+        "diverged there."
+    )
+
+
+def _trend(losses: Points) -> str:
+    images = "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
+    own = [point for point in losses if point["images"] == images]
+    lowest, last = min(own, key=lambda point: point["value"]), own[-1]
+    if lowest is last:
+        text = f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}."
+    else:
+        text = (
+            f"The {images} loss was lowest in epoch {lowest['epoch']}: {lowest['value']:.4g}. In the last epoch, "
+            f"{last['epoch']}, it was {last['value']:.4g}."
+        )
+    if len({point["images"] for point in losses}) > 1:
+        text += " The training loss is that of augmented images, with label smoothing and the routers' losses in it."
+    return text
+
+
+def _best(accuracies: Points) -> str:
+    own = [point for point in accuracies if point["accuracy"] == "top-1"]
+    if not own:
+        return ""
+    best = max(own, key=lambda point: point["value"])
+    return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
+
+
+def _of_layers(epochs: Sequence[dict[str, Any]], value: Callable[[Any], float | None]) -> Points:
+    """A finite number of each layer over the epochs."""
     return [
         {"epoch": entry["epoch"], "layer": name, "value": value(layer)}
         for entry in epochs
@@ -246,27 +166,93 @@ def _by_layer(epochs: Sequence[dict[str, Any]], value: Any) -> list[dict[str, An
     ]
 
 
-def _ends(spreads: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """First and last epoch, and the distance after it on average over the layers."""
-    numbers = [spreads[0]["epoch"], spreads[-1]["epoch"]]
-    return [(epoch, fmean(row["value"] for row in spreads if row["epoch"] == epoch)) for epoch in numbers]
+def _share_rate_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+    rates = [
+        {"epoch": entry["epoch"], "value": entry["share_rate"], "of": "share rate"}
+        for entry in epochs
+        if _is_finite(entry["share_rate"])
+    ]
+    text = "After each step every expert moves by this share towards the mean of the other experts."
+    return _part("How much are the experts averaged?", rates, text, "of", "share rate of the last step")
 
 
-def _verdict(spreads: Sequence[dict[str, Any]]) -> str:
-    (first, begin), (last, end) = _ends(spreads)
+def _spread_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+    """The distance of the experts from their mean, and a verdict by its mean over the layers."""
+    spreads = _of_layers(epochs, lambda layer: layer["spread"])
+    if not spreads:
+        return None
+    first, last = spreads[0]["epoch"], spreads[-1]["epoch"]
+    begin, end = (fmean(row["value"] for row in spreads if row["epoch"] == epoch) for epoch in (first, last))
     if first == last:
-        return "They are together." if end < TOGETHER else "They are not together."
-    if end < TOGETHER:
-        return "They were together all along." if begin < TOGETHER else "They came together."
-    if end < 0.9 * begin:
-        return "They came closer to each other."
-    return "They moved apart." if end > 1.1 * begin else "They did not: their distance hardly changed."
-
-
-def _distances(spreads: Sequence[dict[str, Any]]) -> str:
-    (first, begin), (last, end) = _ends(spreads)
+        verdict = "They are together." if end < TOGETHER else "They are not together."
+    elif end < TOGETHER:
+        verdict = "They were together all along." if begin < TOGETHER else "They came together."
+    elif end < 0.9 * begin:
+        verdict = "They came closer to each other."
+    else:
+        verdict = "They moved apart." if end > 1.1 * begin else "They did not: their distance hardly changed."
+    if any(entry["share_rate"] for entry in epochs):
+        title, averaging = "Did the experts come together?", "Averaging was on."
+    else:
+        title = "How far apart are the experts in training?"
+        verdict = verdict.replace("They did not: their", "Their")
+        off = "" if epochs[-1]["share_rate"] is None else " (the share rate was 0)"
+        averaging = f"Nothing averaged the experts{off}."
     later = "" if first == last else f" and {end:.3g} after epoch {last}"
-    return (
-        f"Their distance from their mean was {begin:.3g} after epoch {first}{later}, on average over the layers. "
-        f"{MEASURED}"
+    text = (
+        f"{verdict} {averaging} Their distance from their mean was {begin:.3g} after epoch {first}{later}, on average "
+        f"over the layers. {DISTANCE}"
     )
+    return _part(title, spreads, text, "layer", "distance from the mean")
+
+
+def _load_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+    loads = [
+        {"epoch": entry["epoch"], "layer": name, "expert": str(expert), "value": share}
+        for entry in epochs
+        for name, layer in entry["layers"].items()
+        for expert, share in enumerate(layer.get("load", []))
+        if _is_finite(share)
+    ]
+    if not loads:
+        return None
+    last = epochs[-1]
+    idle = [
+        f"expert {expert} of {name}"
+        for name, layer in last["layers"].items()
+        for expert, share in enumerate(layer.get("load") or [])
+        if share is not None and share * len(layer["load"]) < DEAD
+    ]
+    little = "had less than a tenth of an even share"
+    found = f"these {little}: {', '.join(idle)}" if idle else f"none {little}"
+    text = (
+        f"In the last epoch, {last['epoch']}, {found}. The chart has each expert's share of the choices. A line that "
+        "falls to 0 is an expert that the router no longer takes."
+    )
+    return _part("Is every expert used in training?", loads, text, "expert", "share of the choices", "layer", True)
+
+
+def _dropped_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+    dropped = _of_layers(epochs, lambda layer: layer.get("dropped"))
+    if not any(row["value"] for row in dropped):
+        return None
+    most = max(row["value"] for row in dropped if row["epoch"] == dropped[-1]["epoch"])
+    text = (
+        f"In the last epoch up to {most:.1%} of a layer's choices were dropped, because their expert was full. A "
+        "larger capacity_factor, or a balancing loss, leaves more of them a place."
+    )
+    return _part("How many choices found no place?", dropped, text, "layer", "dropped choices", percent=True)
+
+
+def _router_losses_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+    losses = [
+        {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
+        for entry in epochs
+        for layer, epoch_of_layer in entry["layers"].items()
+        for name, value in epoch_of_layer.get("losses", {}).items()
+    ]
+    text = (
+        "These losses keep the experts evenly used, and are added to the training loss. Even use is 0 for importance "
+        "and load, 1 for balance."
+    )
+    return _part("What did the routers' losses do?", losses, text, "layer", "router's loss, without weight", "loss")

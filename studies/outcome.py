@@ -1,0 +1,113 @@
+"""A study with its results: figures by seed, comparisons of arms, and costs."""
+
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from .measure import Figure
+from .statistics import Difference, by_seed, paired
+from .study import Arm, Finding, Size, Study
+
+#: CPU seconds, MiB at the peak and the device, by seed.
+Costs = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A study at one size, with its results.
+
+    Attributes:
+        study: the study.
+        size_name: ``"small"`` or ``"paper"``.
+        results: content of the JSON file.
+    """
+
+    study: Study
+    size_name: str
+    results: dict[str, Any]
+
+    @property
+    def size(self) -> Size:
+        return self.study.sizes[self.size_name]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return self.study.findings.get(self.size_name, ())
+
+    def seeds(self, arm: str) -> list[str]:
+        """List the seeds that an arm has results for."""
+        return list(self.results["arms"].get(arm, {}).get("figures", {}))
+
+    def arms(self) -> list[Arm]:
+        """List the arms that have results."""
+        return [arm for arm in self.size.arms if self.seeds(arm.name)]
+
+    def values(self, arm: str, figure: Figure) -> dict[str, float]:
+        """Get one figure of an arm, by seed."""
+        figures = self.results["arms"].get(arm, {}).get("figures", {})
+        return {seed: of_seed[figure.key] for seed, of_seed in figures.items() if figure.key in of_seed}
+
+    def difference(self, first: str, second: str, figure: Figure) -> Difference | None:
+        """Compare two arms; None if they share no seed."""
+        return paired(self.values(first, figure), self.values(second, figure))
+
+    def to_baseline(self, arm: str, figure: Figure) -> Difference | None:
+        """Compare an arm with its baseline; None for a baseline, or if they share no seed."""
+        baseline = self.size.baseline_of(arm)
+        return None if baseline == arm else self.difference(arm, baseline, figure)
+
+    def interaction(self, first: str, second: str, figure: Figure) -> Difference | None:
+        """Compare the difference of one arm to its baseline with that of another arm to its own, paired by seed.
+
+        Returns:
+            (first - its baseline) - (second - its baseline); None if the four share no seed.
+        """
+        one, other = (
+            by_seed(self.values(arm, figure), self.values(self.size.baseline_of(arm), figure))
+            for arm in (first, second)
+        )
+        return paired(one, other)
+
+    def training_costs(self) -> list[dict[str, Any]]:
+        """List the costs of all trainings."""
+        return [cost for of_training in self.results["cost"].values() for cost in of_training.values()]
+
+    def cost_of(self, arm: Arm) -> Costs:
+        """Add up all trainings that an arm needs.
+
+        Seeds are left out if a training is missing, was resumed, or ran on another device than the others.
+        """
+        of_trainings = [self.results["cost"].get(training.name, {}) for training in arm.trainings()]
+        known: Costs = {}
+        for seed in set.intersection(*map(set, of_trainings)):
+            costs = [of_training[seed] for of_training in of_trainings]
+            devices = {cost["versions"]["device"] for cost in costs}
+            if all(cost["whole"] for cost in costs) and len(devices) == 1:
+                known[seed] = {
+                    "seconds": sum(cost["seconds"] for cost in costs),
+                    "peak_mib": max(cost["peak_mib"] for cost in costs),
+                    "device": devices.pop(),
+                }
+        return known
+
+
+def ratio(own: Costs, base: Costs, key: str) -> str:
+    """Divide the means over the seeds that ran on the same device; empty if there is no such seed."""
+    seeds = [seed for seed in own if seed in base and own[seed]["device"] == base[seed]["device"]]
+    return f"{mean(own[seed][key] for seed in seeds) / mean(base[seed][key] for seed in seeds):.2f}" if seeds else ""
+
+
+def costs_of_studies(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """List the costs of the trainings of all studies; a training that studies share counts once."""
+    each = {
+        (outcome.size.setting, name, seed): cost
+        for outcome in outcomes
+        for name, of_training in outcome.results["cost"].items()
+        for seed, cost in of_training.items()
+    }
+    return list(each.values())
+
+
+def hours(costs: list[dict[str, Any]]) -> float:
+    """Add up the hours of trainings."""
+    return sum(cost["seconds"] for cost in costs) / 3600

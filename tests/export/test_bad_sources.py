@@ -1,0 +1,162 @@
+"""Sources that cannot be exported: one sentence, and nothing is written."""
+
+import argparse
+import os
+import pickle
+
+import pytest
+import torch
+from exported import OPTIONS, SPEC, edit
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+
+import timm_moe
+from timm_moe.checkpoints.source import ModelSpec
+
+DAMAGED_FOLDERS = {
+    "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 1000),
+    "weights empty": lambda folder: os.truncate(folder / "model.safetensors", 0),
+    "weights garbage": lambda folder: (folder / "model.safetensors").write_bytes(b"garbage" * 99),
+    "weights missing": lambda folder: (folder / "model.safetensors").unlink(),
+    "config garbage": lambda folder: (folder / "config.json").write_text("{"),
+    "config a list": lambda folder: (folder / "config.json").write_text("[]"),
+    "no architecture": lambda folder: edit(folder, lambda config: config.pop("architecture")),
+    "architecture a number": lambda folder: edit(folder, lambda config: config.update(architecture=3)),
+    "unknown architecture": lambda folder: edit(folder, lambda config: config.update(architecture="vit_nonsense")),
+    "model_args a string": lambda folder: edit(folder, lambda config: config.update(model_args="x")),
+    "hostile model_args": lambda folder: edit(folder, lambda config: config["model_args"].update(num_heads=7)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_FOLDERS)
+def test_damaged_folders(ewa_vit, tmp_path, damage):
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    DAMAGED_FOLDERS[damage](tmp_path / "moe")
+    with pytest.raises(ValueError, match=r"local-dir:.*moe cannot be created from its config.json and weights: \S+"):
+        timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
+    assert os.listdir(tmp_path) == ["moe"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"args": argparse.Namespace(model=3)},
+        {"args": argparse.Namespace(model="vit_tiny_ewa_moe", model_kwargs=1.5)},
+        {"state_dict": {1: torch.zeros(1)}},
+        {"mean": [0.5, 0.5]},
+    ],
+)
+def test_damaged_checkpoints(checkpoint, tmp_path, damage):
+    content = torch.load(checkpoint, weights_only=False)
+    if "mean" in damage:
+        content["args"].mean = damage["mean"]
+    else:
+        content.update(damage)
+    torch.save(content, checkpoint)
+    with pytest.raises(
+        ValueError, match=r"does not say which model|no state dict of tensors|arguments of train.py .* damaged"
+    ):
+        timm_moe.export_dense(checkpoint, tmp_path / "vit")
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch it_ran",)
+
+
+def _write(path, content):
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pth", b"", "is damaged or not a checkpoint"),
+        ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
+        ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
+        ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),
+        ("a.safetensors", {"state_dict": {}}, "was written by torch.save and is no safetensors file: rename it"),
+        ("summary.csv", b"epoch,train_loss,eval_loss\n0,4.4,4.3\n", "is damaged or not a checkpoint"),
+        ("a.pth", {"state_dict": Code()}, r"runs code when it is read \(.*system\), which is refused"),
+        ("a.pth", pickle.dumps(Code()), "runs code when it is read|is damaged or not a checkpoint"),
+        ("a.pth", [1, 2], "holds a list, not a checkpoint"),
+        ("a.pth", {"state_dict": 3}, "has no state dict of tensors"),
+        (
+            "a.pth",
+            {"state_dict": {"x": torch.zeros(1)}},
+            "does not say which model it belongs to: name it with --model",
+        ),
+    ],
+)
+def test_bad_files(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    file = _write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=message):
+        timm_moe.export_dense(file, tmp_path / "vit")
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("kept", [0.0001, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+def test_truncated_files(checkpoint, ewa_vit, tmp_path, kind, kept):
+    file = tmp_path / f"cut.{kind}"
+    if kind == "safetensors":
+        save_file(ewa_vit.state_dict(), file)
+    else:
+        file.write_bytes(checkpoint.read_bytes())
+    os.truncate(file, int(file.stat().st_size * kept))
+    with pytest.raises(ValueError, match="is damaged or not a checkpoint"):
+        timm_moe.export_dense(file, tmp_path / "vit", spec=SPEC)
+
+
+def test_weights_that_do_not_match_their_checksum(checkpoint, ewa_vit, tmp_path):
+    """torch.load does not look at the checksums of a checkpoint."""
+    content, weights = bytearray(checkpoint.read_bytes()), ewa_vit.head.weight.detach().numpy().tobytes()
+    content[content.index(weights) + 10] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged: .*data/\d+ in it does not match its checksum"):
+        timm_moe.export_dense(checkpoint, tmp_path / "vit")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state_dict": ewa_vit.state_dict()}, checkpoint)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    timm_moe.export_dense(checkpoint, tmp_path / "vit", spec=SPEC)
+
+
+def test_sizes_that_the_file_cannot_hold(checkpoint, ewa_vit, tmp_path):
+    """Said before timm makes room for them."""
+    content = torch.load(checkpoint, weights_only=False)
+    for change in ({"num_classes": 10**15}, {"model_kwargs": {**OPTIONS, "depth": 10**9}}):
+        args = argparse.Namespace(**{**vars(content["args"]), **change})
+        torch.save({**content, "args": args}, tmp_path / "a.pth")
+        with pytest.raises(ValueError, match=r"states (num_classes=1e\+15|depth=1e\+09), too much for weights of"):
+            timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit")
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    edit(tmp_path / "moe", lambda config: config["model_args"].update(img_size=[32, 10**12]))
+    with pytest.raises(ValueError, match=r"config.json states img_size=1e\+12, too much for weights of"):
+        timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
+
+
+def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
+    torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
+    for kwargs, message in [
+        ({"num_experts": 8}, "has 4 experts in blocks.1.mlp.fc1.weight, the model has 8"),
+        ({"moe_layers": "1"}, r"has 4 experts in blocks.3.mlp.fc1.weight, where the model is dense: .* moe_layers"),
+        ({"moe_layers": "1,2,3"}, "has experts, but none in blocks.2.mlp.fc1.weight, where the model has some"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            timm_moe.export_dense(
+                tmp_path / "a.pth", tmp_path / "vit", spec=ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, **kwargs})
+            )
+    assert not (tmp_path / "vit").exists()
+
+
+def test_missing_ema(ewa_vit, tmp_path):
+    torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="has no EMA weights"):
+        timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit", spec=SPEC, use_ema=True)

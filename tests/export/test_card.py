@@ -1,0 +1,230 @@
+"""The model card of a push, and options of a push that cannot be; all of it without a Hub."""
+
+import inspect
+import itertools
+import json
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT, SMALL_VIT_KWARGS
+from exported import OPTIONS
+from hub_client import front_matter
+
+import timm_moe
+from timm_moe.export.export import export_moe
+from timm_moe.export.push import Destination, push_dense, push_folder, push_moe
+from timm_moe_cli import main
+
+PRETRAINED = {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}
+IN_DEFAULT_SUITE = [("vit_tiny_ewa_moe", "pretrained", "average"), ("vit_tiny_moe", "nothing", "sum")]
+STATED = {
+    "nothing": {},
+    "pretrained": PRETRAINED,
+    "a checkpoint": {"initial_checkpoint": "/a/b.pth"},
+    "both": {**PRETRAINED, "initial_checkpoint": "/a/b"},
+}
+
+
+@pytest.fixture
+def checkpoint(checkpoints):
+    return checkpoints["vit_tiny_ewa_moe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "method"),
+    [
+        pytest.param(*case, marks=() if case in IN_DEFAULT_SUITE else pytest.mark.ci)
+        for case in itertools.product(("vit_tiny_ewa_moe", "vit_tiny_moe"), STATED, ("average", "sum"))
+    ],
+)
+def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name, stated, method):
+    content = torch.load(checkpoints[name], weights_only=False)
+    vars(content["args"]).update(STATED[stated])
+    torch.save(content, tmp_path / "last.pth.tar")
+    summary = (checkpoints[name].parent / "summary.csv").read_bytes()
+    (tmp_path / "summary.csv").write_bytes(summary)
+    folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", method).path
+    pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5})
+    assert push_folder(folder, "user/vit", dry_run=True, metrics={"top1": 5}).card == pushed.card
+    pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True)
+    assert push_dense(folder, "user/vit", dry_run=True).card == pushed.card
+    config = json.loads((folder / "config.json").read_text())
+    assert config["pretrained_cfg"].get("license") == front_matter(pushed.card).get("license")
+    again = timm_moe.export_dense(folder, tmp_path / "again").path
+    assert push_dense(again, "user/vit", dry_run=True).card == pushed.card
+    experts = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe")
+    assert push_dense(experts, "user/vit", method=method, dry_run=True).card == pushed.card
+    pushed = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True)
+    assert push_folder(experts, "user/vit", dry_run=True).card == pushed.card
+
+
+def test_a_folders_own_card_takes_no_statements(checkpoint, tmp_path):
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    (folder / "README.md").write_text("Mine.")
+    with pytest.raises(ValueError, match=r"has a README\.md of its own"):
+        push_dense(folder, "user/vit", license="mit", dry_run=True)
+
+
+def test_no_path_and_nothing_that_is_not_known_is_in_the_card(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].dataset = "hfds//home/alice/data"
+    content["args"].initial_checkpoint = "/home/alice/start.pth.tar"
+    torch.save(content, tmp_path / "last.pth.tar")
+    card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    assert "alice" not in card
+    assert "it began from the weights of `start.pth.tar`" in card
+    stated = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True, metrics={"top1": 50.0}).card
+    assert "name: not stated" in stated
+    assert "Stated by the publisher." in stated
+
+
+def test_card_of_a_checkpoint(checkpoint):
+    card = push_dense(checkpoint, "user/my-vit", dry_run=True, license="mit").card
+    metadata = front_matter(card)
+    assert metadata["tags"] == ["image-classification", "timm", "timm_moe"]
+    assert (metadata["library_name"], metadata["license"]) == ("timm", "mit")
+    assert "base_model" not in metadata
+    (result,) = metadata["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "cifar100", "type": "imagefolder"}
+    assert "datasets" not in metadata  # torchvision's, not the Hub's
+    assert {metric["type"]: metric["value"] for metric in result["metrics"]}["accuracy"] == 51.25
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    assert f"| this model | {sum(p.numel() for p in dense.parameters()):,} |" in card
+    expert = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, num_experts=3)
+    assert f"| in training, with experts | {sum(p.numel() for p in expert.parameters()):,} |" in card
+    assert "From `last.pth.tar`, which timm's train.py wrote after epoch 1 (from 0)." in card
+    for text in ("| opt | `adamw` |", "| model option num_experts | `3` |", "| kd_model_name | `teacher` |"):
+        assert text in card
+    for text in ("mixup", "somebody", str(checkpoint.parent)):
+        assert text not in card
+    assert "Plain timm loads it" in card
+    assert 'timm.create_model("hf-hub:user/my-vit", pretrained=True)' in card
+    assert "arXiv:2308.06093" in card
+    assert "| top-1 accuracy (%) | 51.25 |" in card
+
+
+def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoints):
+    card = push_dense(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True).card
+    assert "model-index" not in front_matter(card)
+    assert "belongs to the expert model, not to this dense one" in card
+    assert "51.25" not in card
+    assert "Not stated: ask the publisher" in card
+    measured = push_dense(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, metrics={"top1": 48.5}).card
+    assert "Stated by the publisher" in measured
+    assert front_matter(measured)["model-index"][0]["results"][0]["metrics"][0]["value"] == 48.5
+
+
+@pytest.mark.parametrize("change", ["EMA measured", "other run", "recovery", "damaged", "absent"])
+def test_results_of_other_weights_are_left_out(checkpoint, tmp_path, change):
+    content = torch.load(checkpoint, weights_only=False)
+    rows = (checkpoint.parent / "summary.csv").read_bytes()
+    if change == "EMA measured":
+        content["args"].model_ema = True
+    if change == "other run":
+        content["metric"] = 50.0
+    if change == "recovery":
+        del content["metric"]
+    torch.save(content, tmp_path / "last.pth.tar")
+    if change != "absent":
+        (tmp_path / "summary.csv").write_bytes(b"\x00\xff" + rows[::-1] if change == "damaged" else rows)
+    assert "## Results" not in push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+
+
+def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].pretrained = True
+    content["args"].dataset = "hfds/uoft-cs/cifar100"
+    torch.save(content, tmp_path / "last.pth.tar")
+    metadata = front_matter(push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card)
+    assert metadata["base_model"] == "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    assert (metadata["license"], metadata["datasets"]) == ("apache-2.0", ["uoft-cs/cifar100"])
+    content["args"].initial_checkpoint = "mine.pth"  # is loaded last
+    torch.save(content, tmp_path / "last.pth.tar")
+    metadata = front_matter(push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card)
+    assert not {"base_model", "license"} & metadata.keys()
+
+
+def test_models_in_memory():
+    model = timm.create_model("widenet_b", num_experts=2, **SMALL_VIT)
+    told = {**OPTIONS, "num_experts": 2}  # timm records them by itself only in later versions
+    dense, moe = push_dense(model, "user/wide", dry_run=True), push_moe(model, "user/w", dry_run=True, model_args=told)
+    for pushed in (dense, moe):
+        assert pushed.url is None
+        assert "needs the package timm_moe" in pushed.card  # no stock model has shared blocks
+        assert "arXiv:2107.11817" in pushed.card
+        assert "## Training" not in pushed.card
+    assert "mixture-of-experts" in front_matter(moe.card)["tags"]
+    assert "mixture-of-experts" not in front_matter(dense.card)["tags"]
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe, push_folder])
+def test_an_option_that_does_not_exist(function, dense_vit):
+    assert len(inspect.signature(function).parameters) <= 8
+    with pytest.raises(TypeError, match=r"^There is no option 'licence'; there are .*label_names, license, .*\.$"):
+        function(dense_vit, "user/vit", licence="mit")
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "options", "message"),
+    [
+        ("name", {}, "named user/name, got 'name'"),
+        ("a/b/c", {}, "no name of a repository"),
+        ("user/na me", {}, "no name of a repository"),
+        ("hf-hub:user/name", {}, "no name of a repository"),
+        ("user/name", {"revision": "a b"}, "name of a branch"),
+        ("user/name", {"revision": ""}, "name of a branch"),
+    ],
+)
+def test_bad_destinations(repo_id, options, message):
+    with pytest.raises(ValueError, match=message):
+        Destination(repo_id, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/file", "user/vit", "--dry-run"], "is neither a file nor a folder"),
+        (["{checkpoint}", "user", "--dry-run"], "named user/name"),
+        (["{checkpoint}", "user/vit", "--dry-run", "--license", "My Own"], "license must be an abbreviation"),
+        (["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=high"], "top1 must be a finite number"),
+        (["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=float('nan')"], "top1 must be a finite number"),
+        (["{checkpoint}", "user/vit", "--dry-run", "--model", "vit_tiny_moe"], "do not fit"),
+        (["{folder}", "user/vit", "--dry-run"], "has no config.json"),
+    ],
+)
+def test_bad_arguments(checkpoint, tmp_path, capsys, arguments, message):
+    arguments = [argument.format(checkpoint=checkpoint, folder=tmp_path) for argument in arguments]
+    assert main(["push", *arguments]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("timm-moe: error: ")
+    assert message in error
+
+
+def test_what_is_no_expert_model(checkpoint, dense_vit, tmp_path):
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    with pytest.raises(ValueError, match="holds no expert model; leave out --moe"):
+        push_moe(folder, "user/vit", dry_run=True)
+    with pytest.raises(ValueError, match="has no expert layers"):
+        push_dense(dense_vit, "user/vit", method="svd", dry_run=True)
+    assert "Plain timm loads it" in push_dense(dense_vit, "user/vit", model_args=SMALL_VIT, dry_run=True).card
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        push_dense(folder, "user/vit", dry_run=True)
+
+
+def test_the_command_takes_what_export_takes(checkpoint, tmp_path, capsys):
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    torch.save({"state_dict": state}, tmp_path / "bare.pth")
+    kwargs = [*SMALL_VIT_KWARGS, "num_experts=3"]
+    for options in ([], ["--moe"]):
+        arguments = ["push", str(tmp_path / "bare.pth"), "user/vit", "--dry-run", "--dataset", "digits", *options]
+        model = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *kwargs]
+        assert main([*arguments, "--metrics", "top1=12.5", *model]) == 0
+        out = capsys.readouterr().out
+        assert "| top-1 accuracy (%) | 12.5 |" in out
+        assert "From `bare.pth`." in out
+        assert "Stated by the publisher on digits." in out

@@ -1,0 +1,138 @@
+"""Entries of an export's config.json: names of the classes, the licence, the history of the weights."""
+
+import argparse
+import json
+
+import pytest
+import timm
+import torch
+from exported import OPTIONS, edit
+from PIL import Image
+
+import timm_moe
+from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.export import export as export_module
+from timm_moe_cli import main
+
+NAMES = ["ant", "bee", "cat", "dog", "emu"]
+
+
+def _names_in(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert not {"label_names", "label_descriptions"} & config["pretrained_cfg"].keys()
+    return config.get("label_names"), config.get("label_descriptions")
+
+
+def test_names_of_classes_go_along(ewa_vit, tmp_path):
+    told = {"ant": "an insect"}
+    export_module.export_moe(ewa_vit, tmp_path / "moe", OPTIONS, label_names=NAMES, label_descriptions=told)
+    timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
+    timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
+    for name in ("moe", "vit", "again"):
+        assert _names_in(tmp_path / name) == (NAMES, told)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True)
+    assert timm_moe.to_dense(loaded).pretrained_cfg["label_names"] == NAMES
+    timm_moe.export_dense(loaded, tmp_path / "renamed", label_names=tuple(NAMES[::-1]))
+    assert _names_in(tmp_path / "renamed") == (NAMES[::-1], None)
+    timm_moe.export_dense(ewa_vit, tmp_path / "unnamed")
+    assert _names_in(tmp_path / "unnamed") == (None, None)
+
+
+def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
+    for names, descriptions, message in (
+        (NAMES[:4], None, "There are 4 names of classes, but the model has 5 classes"),
+        ("ants!", None, "There are 1 names"),
+        ([*NAMES[:4], 3], None, "The name of a class must be a text, got 3"),
+        ([*NAMES[:4], ""], None, "The name of a class must be a text, got ''"),
+        (NAMES, {"cow": "a mammal"}, "label_descriptions must hold texts by names of classes, got 'cow'"),
+        (None, {"ant": "an insect"}, "state those too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=names, label_descriptions=descriptions)
+    assert not (tmp_path / "vit").exists()
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
+    finetuned = timm.create_model(f"local-dir:{tmp_path / 'vit'}", num_classes=3)
+    timm_moe.export_dense(finetuned, tmp_path / "other", model_args=OPTIONS)
+    assert "left out: There are 5 names of classes, but the model has 3" in caplog.text
+    assert _names_in(tmp_path / "other") == (None, None)
+
+
+def test_names_by_number(ewa_vit, tmp_path):
+    ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "label_names": {str(n): name for n, name in enumerate(NAMES)}}
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert _names_in(tmp_path / "vit")[0] == NAMES
+
+
+def test_a_checkpoint_names_no_classes(ewa_vit, tmp_path):
+    """Those of the folder that training began from may be others."""
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
+    student = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
+    args = argparse.Namespace(model=f"local-dir:{tmp_path / 'vit'}", num_classes=5)
+    torch.save({"state_dict": student.state_dict(), "args": args}, tmp_path / "last.pth.tar")
+    spec = ModelSpec(f"local-dir:{tmp_path / 'vit'}")  # no file may lead there by itself
+    timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "student", spec=spec)
+    assert _names_in(tmp_path / "student") == (None, None)
+
+
+def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
+    for split, names in (("train", ["x10", "x9", "a", "b", "c"]), ("validation", ["a", "b"])):
+        for name in names:
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            Image.new("RGB", (4, 4)).save(tmp_path / "images" / split / name / "1.png")
+    (tmp_path / "classes.txt").write_text("c\nb\na\nx9\nx10\n")
+    command = ["export", str(checkpoint), "--data-dir", str(tmp_path / "images")]
+    assert main([*command, str(tmp_path / "vit")]) == 0
+    assert _names_in(tmp_path / "vit")[0] == ["a", "b", "c", "x9", "x10"]  # as train.py numbers them
+    assert main([*command, str(tmp_path / "mapped"), "--class-map", str(tmp_path / "classes.txt")]) == 0
+    assert _names_in(tmp_path / "mapped")[0] == ["c", "b", "a", "x9", "x10"]
+    assert main([*command, "--moe", str(tmp_path / "moe")]) == 0
+    assert _names_in(tmp_path / "moe")[0] == ["a", "b", "c", "x9", "x10"]
+    capsys.readouterr()
+    for options, message in (
+        (["--split", "validation"], "There are 2 names of classes, but the model has 5 classes"),
+        (["--split", "none"], "has no split 'none'"),
+    ):
+        for moe in ([], ["--moe"]):
+            assert main([*command, str(tmp_path / "wrong"), *options, *moe]) == 1
+            assert message in capsys.readouterr().err
+    assert main(["export", str(checkpoint), str(tmp_path / "wrong"), "--class-map", "classes.txt"]) == 1
+    assert "--class-map numbers the folders of --data-dir" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
+
+
+# --- the licence and the history
+
+
+def test_the_licence_is_that_of_weights_that_training_began_from(checkpoint, ewa_vit, tmp_path):
+    assert ewa_vit.pretrained_cfg["license"] == "apache-2.0"  # of weights that it never held
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].pretrained = True
+    torch.save(content, tmp_path / "finetuned.pth.tar")
+    content["args"].initial_checkpoint = "/home/somebody/mine.pth"
+    torch.save(content, tmp_path / "mine.pth.tar")
+    for source, license in (
+        (ewa_vit, None),
+        (checkpoint, None),
+        (tmp_path / "mine.pth.tar", None),
+        (tmp_path / "finetuned.pth.tar", "apache-2.0"),
+    ):
+        timm_moe.export_dense(source, tmp_path / "vit", overwrite=True)
+        export_module.export_moe(source, tmp_path / "moe", OPTIONS, overwrite=True)
+        timm_moe.export_dense(tmp_path / "moe", tmp_path / "again", overwrite=True)
+        for name in ("vit", "moe", "again"):
+            config = json.loads((tmp_path / name / "config.json").read_text())
+            assert config["pretrained_cfg"].get("license") == license
+            assert "somebody" not in json.dumps(config)
+
+
+def test_a_damaged_history(ewa_vit, tmp_path):
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    for entry in (
+        3, {"nonsense": 1}, {"file": 3}, {"options": {"a": []}}, {"epoch": "1"}, {"metrics": {"top1": "high"}},
+        {"metrics": {"top1": float("nan")}}, {"metrics": {"[x](http://)": 1.0}}, {"base": "a\n---"}, {"experts": {}},
+    ):  # fmt: skip
+        edit(tmp_path / "vit", lambda config, entry=entry: config.update(timm_moe=entry))
+        refused = "it holds NaN" if "NaN" in json.dumps(entry) else r"The entry timm_moe in .*config.json is damaged"
+        with pytest.raises(ValueError, match=refused):
+            timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
+    assert not (tmp_path / "again").exists()

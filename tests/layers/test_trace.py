@@ -1,0 +1,26 @@
+"""TorchScript traces of routed models keep the capacities of each batch."""
+
+import pytest
+import torch
+from routed_loop import make_model
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_moe", dict(num_experts=8, eval_capacity_factor=0.5, top_k=2)),
+        ("vmoe_b32", dict(num_experts=6, eval_capacity_factor=1.1, capacity_rounding="floor", batch_priority=True)),
+        pytest.param(
+            "vimoe_s14",
+            dict(num_experts=4, eval_capacity_factor=2.5, capacity_rounding="round"),
+            marks=pytest.mark.ci,
+        ),
+        pytest.param("widenet_b", dict(eval_capacity_factor=1.2), marks=pytest.mark.ci),
+    ],
+)
+def test_a_trace_has_the_capacities_of_each_batch(name, options):
+    model = make_model(name, **options).eval()
+    images = torch.randn(7, 3, 32, 32)
+    traced = torch.jit.trace(model, images[:2])
+    for part in (images, images[:3], images[:1]):
+        torch.testing.assert_close(traced(part), model(part))

@@ -1,0 +1,83 @@
+"""Images whose classes differ in brightness, models whose routers see it, and made-up observations of routers."""
+
+from dataclasses import replace
+
+import numpy as np
+import timm
+import torch
+from common import SMALL_VIT
+from PIL import Image
+from torch import nn
+
+import timm_moe
+from timm_moe.analysis.data import Inference, image_folder, load_classifiers
+from timm_moe.analysis.routing_statistics import Routes
+from timm_moe.report.observe import LayerObservation, Observation, Patch, observe
+
+HERE = Inference(batch_size=7, workers=0, device="cpu")
+
+
+def write_images(folder, classes, numbers):
+    """A folder of images for each class."""
+    random = np.random.default_rng(0)
+    for label, (name, number) in enumerate(zip(classes, numbers, strict=True)):
+        (folder / name).mkdir(parents=True)
+        for index in range(number):
+            pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{index}.png")
+
+
+def make_model(name="vit_tiny_moe", **options):
+    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
+    nn.init.normal_(model.head.weight, std=0.3)
+    for layer in timm_moe.moe_layers(model).values():
+        if hasattr(layer.router, "weight"):
+            nn.init.normal_(layer.router.weight)
+    return model
+
+
+def observed(model, data, ood=None):
+    images = image_folder(data)
+    (model,) = load_classifiers([model], images, inference=HERE)
+    return observe(model, "model", images, ood, HERE)
+
+
+def layer_of(load, dropped=0, labels=(0,), classes=("cat",), name="blocks.1.mlp", top_k=1):
+    """A layer in which one image has a load, or each of several images has its own, or each of their members."""
+    count_IME = torch.tensor(load)
+    count_IME = count_IME.view(-1, 1, count_IME.shape[-1]) if count_IME.ndim < 3 else count_IME
+    experts = count_IME.shape[2]
+    return LayerObservation(
+        routes=Routes(name, top_k, experts, count_IME, torch.tensor(labels), classes),
+        by_image=False,
+        dropped=dropped,
+        entropy=torch.ones(20),
+        grid=(2, 2),
+        expert_SMP=torch.zeros(1, 1, 4, dtype=torch.long),
+        gate_SMP=torch.full((1, 1, 4), 0.5),
+        surest=[[Patch(0.5, torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] for _ in range(experts)],
+    )
+
+
+def with_two_members(layer):
+    return replace(
+        layer,
+        routes=replace(layer.routes, count_IME=layer.routes.count_IME.repeat(1, 2, 1)),
+        expert_SMP=layer.expert_SMP.repeat(1, 2, 1),
+        gate_SMP=layer.gate_SMP.repeat(1, 2, 1),
+    )
+
+
+def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
+    labels = torch.zeros(len(confidence), dtype=torch.long)
+    return Observation(
+        classes=list(classes),
+        labels=labels,
+        predicted=torch.tensor(predicted),
+        confidence=torch.tensor(confidence),
+        ood_confidence=None,
+        figures={"images": len(confidence), "members": 1, "nll": 0.1, "error": 0.0, "ece": 0.1, "brier": 0.1},
+        layers=layers,
+        shown=[0],
+        shown_pixels=torch.zeros(1, 3, 8, 8, dtype=torch.uint8),
+    )

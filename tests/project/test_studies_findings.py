@@ -1,0 +1,266 @@
+"""Sentences about the results, in the catalogue and in other documents, agree with the stored figures."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+from common import ROOT
+from tiny_study import DENSE, EWA, small_study
+
+from studies import page
+from studies.__main__ import main
+from studies.catalogue import STUDIES
+from studies.catalogue.ensembles import PBE, RIVALS
+from studies.catalogue.students import DISTILLED, LONG
+from studies.findings import problems
+from studies.measure import Evaluation
+from studies.outcome import Outcome
+from studies.results import read
+from studies.statistics import BETTER, ONE_SEED, UNCLEAR, WORSE
+from studies.study import Arm, Compared, Finding, compare
+
+RESULTS = ROOT / "studies" / "results"
+HALF = "dense, initial weights / 2 in the converted networks"
+HALF_AND_DROPOUT = "dense, initial weights / 2, dropout 0.1"
+SLOW = "dense, learning rate / 4 in the converted networks"
+LINEAR = compare(["linear"], BETTER, ["dense"])
+STUDENTS = compare(DISTILLED.values(), WORSE, [LONG])
+
+#: Sentences about the results outside studies/catalogue: file, study, and the sentence as a finding.
+SAID = [
+    (
+        "docs/results.md",
+        "scratch",
+        Finding(
+            "does not beat dense training from scratch: it is 0.31 points worse.",
+            compare(["EWA, linear"], WORSE, ["dense"]),
+        ),
+    ),
+    (
+        "docs/results.md",
+        "confirmation",
+        Finding(
+            "In a long training on few images it is 0.68 points better, without a clear difference from dense training "
+            "with dropout or smaller initial weights.",
+            (*LINEAR, *compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF])),
+        ),
+    ),
+    (
+        "docs/results.md",
+        "ensembles",
+        Finding(
+            "has better likelihood and calibration than other uses of the V-MoE; a dense ViT shows no clear difference "
+            "from it.",
+            tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
+        ),
+    ),
+    (
+        "docs/results.md",
+        "routing",
+        Finding(
+            "show no clear difference in accuracy to dense training, or are worse",
+            compare(["naive MoE", "MoE, Early EWA"], UNCLEAR, ["dense"]),
+        ),
+    ),
+    (
+        "docs/results.md",
+        "students",
+        Finding("students are 0.71 to 2.64 points worse than the same network trained alone", STUDENTS),
+    ),
+    (
+        "README.md",
+        "scratch",
+        Finding("EWA is 0.31 points worse than dense training", compare(["EWA, linear"], WORSE, ["dense"])),
+    ),
+    (
+        "README.md",
+        "scratch",
+        Finding("with a constant rate there is no clear difference", compare(["EWA, constant"], UNCLEAR, ["dense"])),
+    ),
+    ("README.md", "confirmation", Finding("EWA is 0.68 points better (interval 0.03 to 1.33)", LINEAR)),
+    (
+        "README.md",
+        "confirmation",
+        Finding(
+            "with no clear difference from dense training with dropout, with smaller initial weights or with a smaller "
+            "learning rate for those networks",
+            compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF, SLOW]),
+        ),
+    ),
+    (
+        "README.md",
+        "vimoe",
+        Finding(
+            "Experts in every block are 0.43 points worse than dense training",
+            compare(["no shared expert, in every block"], WORSE, ["dense, trained on"]),
+        ),
+    ),
+    (
+        "README.md",
+        "vimoe",
+        Finding(
+            "with a shared expert there is no clear difference",
+            compare(["shared expert, in every block"], UNCLEAR, ["dense, trained on"]),
+        ),
+    ),
+    (
+        "README.md",
+        "students",
+        Finding(
+            "are 1.88 to 2.22 points better than students with new experts",
+            compare(["average, trained on", "topk, trained on"], BETTER, ["random, trained on"]),
+        ),
+    ),
+    ("README.md", "students", Finding("is 0.71 to 2.64 points better than the distilled students", STUDENTS)),
+    (
+        "README.md",
+        "ensembles",
+        Finding(
+            "NLL is 0.0755 worse than a dense ViT's, with no clear difference in accuracy",
+            (Compared("V-MoE, K 1", WORSE, "ViT", "nll"), Compared("V-MoE, K 1", UNCLEAR, "ViT")),
+        ),
+    ),
+    (
+        "README.md",
+        "ensembles",
+        Finding(
+            "no clear difference from a dense ViT",
+            tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece")),
+        ),
+    ),
+    (
+        "README.md",
+        "routing",
+        Finding(
+            "no clear difference from dense training, with or without averaging",
+            compare(["naive MoE", "MoE, Early EWA"], UNCLEAR, ["dense"]),
+        ),
+    ),
+    (
+        "docs/ewa.md",
+        "confirmation",
+        Finding(
+            "it was 1.15 points better than plain dense training. EWA was 0.68 points better, with no clear difference "
+            "between the two",
+            (
+                *compare([HALF_AND_DROPOUT], BETTER, ["dense"]),
+                *LINEAR,
+                *compare(["linear"], UNCLEAR, [HALF_AND_DROPOUT]),
+            ),
+        ),
+    ),
+]
+
+
+def stored(name):
+    return Outcome(STUDIES[name], "small", read(RESULTS / f"{name}-small.json"))
+
+
+@pytest.mark.parametrize("outcome", page.stored(RESULTS), ids=lambda outcome: outcome.study.name)
+def test_findings_are_what_the_results_say(outcome):
+    for finding in outcome.findings:
+        assert problems(finding, outcome) == []
+
+
+@pytest.mark.parametrize(("file", "name", "finding"), SAID, ids=[f"{file}-{name}" for file, name, _ in SAID])
+def test_what_other_documents_say_is_what_the_results_say(file, name, finding):
+    assert finding.text in " ".join((ROOT / file).read_text().split())
+    assert problems(finding, stored(name)) == []
+
+
+def test_the_likelihood_and_calibration_of_pbe():
+    for figure in ("nll", "ece"):
+        compared = compare([PBE], BETTER, RIVALS, figure)
+        numbers = "0.0812 to 0.0966" if figure == "nll" else "0.0233 to 0.0427"
+        assert problems(Finding(numbers, compared), stored("ensembles")) == []
+
+
+def test_a_comparison_of_a_finding_is_in_the_full_page():
+    for study in STUDIES.values():
+        for size, findings in study.findings.items():
+            shown = {frozenset(pair) for pair in (*study.pairs, *study.interactions)}
+            shown |= {frozenset((arm.name, study.sizes[size].baseline_of(arm.name))) for arm in study.sizes[size].arms}
+            compared = {frozenset((pair.first, pair.second)) for finding in findings for pair in finding.compared}
+            assert compared <= shown, study.name
+
+
+CASES = [
+    ("1.00 points better", "EWA", BETTER, "dense", "", []),
+    ("1.00 points (0.50 to 1.50)", "EWA", BETTER, "dense", "", []),
+    ("+1.00 (+0.50 to +1.50)", "EWA", BETTER, "dense", "", []),
+    ("1.00 worse", "dense", WORSE, "EWA", "", []),
+    ("no difference", "again", UNCLEAR, "dense", "", []),
+    ("no difference (-2.48 to +2.48)", "again", UNCLEAR, "dense", "", []),
+    ("0.1000 worse", "EWA", WORSE, "dense", "nll", []),
+    ("+3.00", "once", ONE_SEED, "dense", "", []),
+    ("0.30, as in the paper; 1.00", "EWA", BETTER, "dense", "", ["0.30 is not a figure of these comparisons"]),
+    (
+        "0.90 to 1.10",
+        "EWA",
+        BETTER,
+        "dense",
+        "",
+        [f"{end} is not a figure of these comparisons" for end in ("0.90", "1.10")],
+    ),
+    ("better", "EWA", BETTER, "dense", "", ["EWA / dense, top-1 %: 1.00 is not in the text"]),
+    ("-1.00", "EWA", BETTER, "dense", "", ["-1.00 is not a figure of these comparisons"]),
+    ("", "EWA", WORSE, "dense", "", ["EWA / dense, top-1 %: better, not worse"]),
+    ("", "EWA", UNCLEAR, "dense", "", ["EWA / dense, top-1 %: better, not no clear difference"]),
+    ("", "again", BETTER, "dense", "", ["again / dense, top-1 %: no clear difference, not better"]),
+    ("", "EWA", BETTER, "dense", "nll", ["EWA / dense, NLL: worse, not better"]),
+    ("", "once", UNCLEAR, "dense", "", ["once / dense, top-1 %: one seed, no interval, not no clear difference"]),
+    ("", "ewa", BETTER, "dense", "", ["ewa / dense, top-1 %: not measured, not better"]),
+]
+
+
+@pytest.mark.parametrize(("text", "first", "verdict", "second", "figure", "wrong"), CASES)
+def test_a_finding_that_disagrees_is_found(text, first, verdict, second, figure, wrong):
+    to_dense = {
+        "dense": [(0.0, 0.0)] * 3,
+        "EWA": [(0.8, 0.09), (1.0, 0.10), (1.2, 0.11)],
+        "again": [(-1.0, -0.1), (1.0, 0.1), (0.0, 0.0)],
+        "once": [(3.0, 0.0)],
+    }
+    arms = {
+        name: {
+            "figures": {
+                seed: {"top1": 20.0 + seed + top1, "nll": 3.0 - seed + nll} for seed, (top1, nll) in enumerate(of_arm)
+            }
+        }
+        for name, of_arm in to_dense.items()
+    }
+    study = small_study(Arm("dense", DENSE), measure=Evaluation())
+    finding = Finding(text, (Compared(first, verdict, second, figure),))
+    assert problems(finding, Outcome(study, "small", {"arms": arms})) == wrong
+    cited = replace(finding, quoted=("0.30",))
+    assert "0.30" not in " ".join(problems(cited, Outcome(study, "small", {"arms": arms})))
+
+
+def test_numbers_of_several_comparisons_form_a_range():
+    arms = {
+        name: {"figures": {str(seed): {"top1": value + seed} for seed in range(3)}}
+        for name, value in (("dense", 20.0), ("EWA", 21.0), ("late", 20.5), ("early", 20.75))
+    }
+    arms["EWA"]["figures"]["0"]["top1"] += 0.3
+    study = small_study(Arm("dense", DENSE), Arm("EWA", EWA))
+    compared = compare(["late", "early", "EWA"], BETTER, ["dense"])
+    assert problems(Finding("better by 0.50 to 1.10", compared), Outcome(study, "small", {"arms": arms})) == []
+    assert problems(Finding("better by 0.50 to 0.75", compared), Outcome(study, "small", {"arms": arms})) == [
+        "EWA / dense, top-1 %: 1.10 is not in the text"
+    ]
+
+
+@pytest.mark.parametrize("verdict", [BETTER, WORSE])
+def test_a_finding_that_disagrees_is_reported(verdict, folder, monkeypatch, capsys):
+    for name in ("images", "generated"):
+        (folder / "docs" / name).mkdir(parents=True)
+    monkeypatch.setattr(page, "DOCS", folder / "docs")
+    monkeypatch.setattr(page, "draw", lambda *_: None)
+    finding = Finding("0.68 points", compare(["linear"], verdict, ["dense"]))
+    study = replace(STUDIES["confirmation"], findings={"small": (finding,)})
+    monkeypatch.setattr(page, "STUDIES", {"confirmation": study})
+    monkeypatch.setattr(sys, "argv", ["studies", "--report"])
+    main()
+    told = capsys.readouterr().err
+    assert ("confirmation: linear / dense, top-1 %: better, not worse" in told) == (verdict == WORSE)
+    assert "0.68 points" in (folder / "docs" / "results.md").read_text()

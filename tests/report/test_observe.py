@@ -1,0 +1,124 @@
+"""The observation of a model against its routers' weights applied by hand, and the sentences on it."""
+
+import numpy as np
+import pytest
+import torch
+from common import SMALL_VIT
+from observations import HERE, make_model, observed
+from PIL import Image
+from torch import nn
+
+import timm_moe
+from timm_moe.analysis.data import image_folder
+from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.routing_statistics import collect_routes
+from timm_moe.report.observe import SHOWN, SUREST
+from timm_moe.report.sections.routing import routing_section
+from timm_moe.report.sections.similarity import expert_similarity, similarity_section
+from timm_moe.training.epoch_log import relative_distance_to_mean
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_moe", dict(top_k=2)),
+        ("vimoe_s14", {}),
+        ("vmoe_pbe_s32", dict(num_experts=4)),
+        ("widenet_b", dict(depth=2)),
+        ("vmoe_mimo_s32", dict(num_experts=4)),
+    ],
+)
+def test_it_sees_what_evaluate_and_routes_do(name, options, data):
+    model = make_model(name, **{**SMALL_VIT, **options})
+    images, other = image_folder(data), image_folder(data, "other")
+    seen = observed(model, data, other)
+    expected = evaluate([model], images, other, inference=HERE)
+    assert seen.figures == pytest.approx(expected, nan_ok=True)
+    assert len(seen.confidence) == 20
+    assert len(seen.ood_confidence) == 10
+    assert (seen.predicted != seen.labels).double().mean().item() == pytest.approx(expected["error"])
+    for layer, routes in zip(seen.layers, collect_routes(model, images, HERE), strict=True):
+        assert layer.name == routes.layer
+        assert torch.equal(layer.routes.count_IE, routes.count_IE)
+        assert layer.routes.load().sum().item() == pytest.approx(1)
+        assert layer.grid == (4, 4)
+        assert layer.expert_SMP.shape == layer.gate_SMP.shape == (min(SHOWN, 20), layer.routes.members, 16)
+
+
+def test_patches_experts_and_pairs_are_those_of_the_routers(data):
+    model = make_model(top_k=1, capacity_factor=None)
+    model.pretrained_cfg["crop_pct"] = 1.0
+    seen = observed(model, data)
+    files = [name for name, _ in image_folder(data).reader.samples]
+    images = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])
+    assert torch.equal(seen.shown_pixels, images[seen.shown].permute(0, 3, 1, 2))
+    inputs = {}
+    for path, layer in timm_moe.moe_layers(model).items():
+        layer.router.register_forward_pre_hook(lambda _, given, path=path: inputs.setdefault(path, given[0]))
+    with torch.no_grad():
+        model((images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5)
+    first, second = seen.layers
+    gates = {
+        path: (inputs[path] @ layer.router.weight.T).softmax(2) for path, layer in timm_moe.moe_layers(model).items()
+    }
+    gate_BN, expert_BN = gates[first.name].max(2)
+    assert torch.equal(first.expert_SMP[:, 0], expert_BN[seen.shown, 1:])
+    torch.testing.assert_close(first.gate_SMP[:, 0], gate_BN[seen.shown, 1:], rtol=1e-4, atol=1e-4)
+    pairs = torch.zeros(4, 4, dtype=torch.long)
+    for here, there in zip(expert_BN.flatten(), gates[second.name].argmax(2).flatten(), strict=True):
+        pairs[here, there] += 1
+    assert torch.equal(first.next_EE, pairs)
+    assert second.next_EE is None
+    for expert, patches in enumerate(first.surest):
+        best = torch.where(expert_BN[:, 1:] == expert, gate_BN[:, 1:], -1).amax(1).sort(descending=True).values
+        best = best[best >= 0][:SUREST]
+        torch.testing.assert_close(torch.tensor([patch.gate for patch in patches]), best, rtol=1e-4, atol=1e-4)
+        assert all(patch.pixels.shape == (3, 24, 24) for patch in patches)
+    entropy = torch.special.entr(gates[first.name]).sum(2).flatten() / torch.tensor(4.0).log()
+    assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
+
+
+def test_a_full_expert_does_not_hide_that_the_others_are_idle(data):
+    model = make_model(top_k=1, capacity_factor=1.0, eval_capacity_factor=1.0)
+    for layer in timm_moe.moe_layers(model).values():
+        nn.init.zeros_(layer.router.weight)  # all rows choose the first expert
+    seen = observed(model, data)
+    assert seen.layers[0].routes.load().tolist() == [1, 0, 0, 0]
+    assert seen.layers[0].dropped > 200
+    assert seen.layers[0].expert_SMP.max() == 4  # of a patch that was dropped
+    told = routing_section(seen).parts[0].text
+    assert "blocks.1.mlp: 1, 2, 3" in told
+    assert "of them found no place" in told
+
+
+def test_every_member_of_an_ensemble_has_its_patches(data):
+    seen = observed(make_model("vmoe_pbe_s32", num_experts=4), data)
+    layer = seen.layers[0]
+    assert all(layer.surest)
+    own = [layer.expert_SMP[:, member].unique().tolist() for member in range(2)]
+    assert max(own[0]) < 2 <= min(own[1])
+    shown = routing_section(seen).parts[2].routes["layers"]
+    assert [given["name"] for given in shown[:2]] == [f"{layer.name}, member 1", f"{layer.name}, member 2"]
+    assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
+
+
+def test_experts_that_are_alike_are_called_so(data, ewa_vit):
+    images = image_folder(data)
+    model = ewa_vit.eval()
+    for layer in timm_moe.moe_layers(model).values():
+        for _, stacked in layer.named_expert_parameters():
+            stacked.data[:] = stacked.data[:1].clone()
+    alike = expert_similarity(model, images, HERE)
+    assert [layer.layer for layer in alike] == list(timm_moe.moe_layers(model))
+    for layer in alike:
+        torch.testing.assert_close(layer.weights_EE, torch.ones(4, 4))
+        torch.testing.assert_close(layer.outputs_EE, torch.ones(4, 4))
+    changed = timm_moe.moe_layers(model)["blocks.1.mlp"]
+    for _, stacked in changed.named_expert_parameters():
+        stacked.data[3] = torch.randn_like(stacked[3])
+    first = expert_similarity(model, images, HERE)[0]
+    assert first.weights_EE[0, 3] < 0.5
+    assert first.outputs_EE[0, 3] < 0.9
+    assert first.spread == relative_distance_to_mean(changed) > 0.1
+    (part,) = similarity_section([first]).parts
+    assert f"blocks.1.mlp {first.spread:.3g}" in part.text

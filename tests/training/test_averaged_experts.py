@@ -1,0 +1,140 @@
+"""Experts that are averaged: those that the optimizer trains at each step."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from averaging_loop import EXPERTS, apart, moved, spreads, still_step, values
+from timm.scheduler import create_scheduler_v2
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import timm_moe
+from timm_moe import ExpertWeightAveraging
+
+
+@pytest.mark.parametrize("left_out", [None, *sorted(EXPERTS)])
+def test_every_parameter_of_the_experts_is_averaged_and_no_other(ewa_vit, left_out):
+    parameters = [parameter for name, parameter in ewa_vit.named_parameters() if name != left_out]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS - {left_out}
+    assert {name for name, spread in spreads(ewa_vit).items() if spread > 1e-6} == {left_out} - {None}
+
+
+def test_frozen_experts_stay_where_they_are(ewa_vit, caplog):
+    frozen = {"blocks.1.mlp.fc2.weight", "blocks.3.mlp.fc1.bias"}
+    ewa_vit.get_parameter("blocks.1.mlp.fc2.weight").requires_grad_(False)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.3, "constant", total_updates=3)
+    ewa_vit.get_parameter("blocks.3.mlp.fc1.bias").requires_grad_(False)  # since then
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS - frozen
+    for name in frozen:
+        ewa_vit.get_parameter(name).requires_grad_()
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS
+    for parameter in ewa_vit.blocks.parameters():
+        parameter.requires_grad_(False)
+    before = values(ewa_vit)
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == set()
+    assert averaging.updates == 3
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("by_timm", [False, True])
+def test_experts_that_come_later_are_averaged_from_then_on(ewa_vit, caplog, by_timm):
+    first, later = ewa_vit.blocks[1].mlp, ewa_vit.blocks[3].mlp
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.0)
+    if by_timm:
+        create_scheduler_v2(optimizer, sched="none", num_epochs=1, updates_per_epoch=2)
+    else:
+        ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == {name for name in EXPERTS if "blocks.1" in name}
+    optimizer.add_param_group({"params": later.parameters()})
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.15, 0.6), (0.0, 0.6)])
+def test_what_two_layers_share_is_averaged_once_at_the_rate_of_the_first(ewa_vit, rates):
+    first, second = ewa_vit.blocks[1].mlp, ewa_vit.blocks[3].mlp
+    for layer, rate in zip((first, second), rates, strict=True):
+        layer.share_rate, layer.share_schedule = rate, "constant"
+    second.fc1.weight = first.fc1.weight
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    old = first.fc1.weight.detach().clone()
+    still_step(ewa_vit, optimizer)
+    new = first.fc1.weight.detach()
+    torch.testing.assert_close(new - new.mean(0), (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
+    timm_moe.average_experts_(ewa_vit, 0.3)
+    newest = first.fc1.weight.detach()
+    torch.testing.assert_close(newest - newest.mean(0), 0.6 * (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+COMPUTED = {
+    "pruned": lambda module: prune.random_unstructured(module, "weight", 0.5),
+    "weight norm": lambda module: nn.utils.parametrizations.weight_norm(module),
+    "parametrized": lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_experts_computed_from_other_parameters_are_refused(ewa_vit, how):
+    for asked_before in (True, False):
+        model = copy.deepcopy(ewa_vit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if asked_before:
+            averaging = ExpertWeightAveraging(model, optimizer, total_updates=2)
+        COMPUTED[how](model.blocks[3].mlp.fc2)
+        before = values(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        message = r"fc2.weight of the experts in blocks.3.mlp is computed from other parameters.*cannot be averaged"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step() if asked_before else ExpertWeightAveraging(model, optimizer, total_updates=2)
+        with pytest.raises(ValueError, match=message):
+            timm_moe.average_experts_(model, 0.3)
+        assert moved(model, before) == set()
+        if asked_before:
+            assert averaging.updates == 0
+
+
+def test_experts_cannot_be_replaced_by_another_shape(ewa_vit):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    weight = ewa_vit.blocks[1].mlp.fc1.weight
+    weight.data = weight.data.flatten()
+    before = values(ewa_vit)
+    with pytest.raises(ValueError, match=r"blocks.1.mlp are not there as a whole.*fc1.weight .*\(4, 128, 32\)"):
+        still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == set()
+
+
+def test_two_optimizers_on_one_layer_average_each_parameter_once(ewa_vit):
+    weights = [parameter for name, parameter in ewa_vit.named_parameters() if name.endswith("weight")]
+    biases = [parameter for name, parameter in ewa_vit.named_parameters() if not name.endswith("weight")]
+    before = copy.deepcopy(ewa_vit)
+    for parameters in (weights, biases):
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        ExpertWeightAveraging(ewa_vit, optimizer, 0.3, "constant", total_updates=5)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for name in ("blocks.1.mlp.fc1.weight", "blocks.1.mlp.fc2.bias"):
+        old, new = before.get_parameter(name), ewa_vit.get_parameter(name)
+        torch.testing.assert_close(new - new.mean(0), 0.6 * (old - old.mean(0)))

@@ -1,0 +1,222 @@
+"""The averaging after each step of an optimizer."""
+
+import copy
+import gc
+import logging
+
+import pytest
+import timm
+import torch
+from averaging_loop import averaged, moved, spread, train_step, values
+from common import SMALL_VIT
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3
+
+import timm_moe
+from timm_moe import ExpertWeightAveraging
+from timm_moe.training.averaging import UPDATES
+
+
+@pytest.mark.parametrize(
+    "opt", ["adamw", "sgd", "lamb", "lion", "muon", "lookahead_adamw", "lookahead_sgd", "adafactor"]
+)
+def test_follows_every_step_of_every_optimizer(ewa_vit, opt):
+    optimizer, averaging = averaged(ewa_vit, opt)
+    for step in range(7):  # Lookahead's slow update comes at the sixth
+        train_step(ewa_vit, optimizer, step)
+        assert averaging.updates == step + 1
+        assert spread(ewa_vit) < 1e-6
+
+
+def test_fused_optimizer(ewa_vit):
+    optimizer, averaging = averaged(ewa_vit, fused=True)
+    train_step(ewa_vit, optimizer, 0)
+    assert averaging.updates == 1
+    assert spread(ewa_vit) < 1e-6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_not_averaged(ewa_vit, fused):
+    optimizer, averaging = averaged(ewa_vit, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    before = copy.deepcopy(ewa_vit.state_dict())
+    train_step(ewa_vit, optimizer, 0, scaler)  # overflows
+    assert averaging.updates == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ewa_vit.state_dict().items())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    train_step(ewa_vit, optimizer, 0, scaler)
+    assert averaging.updates == 1
+    assert spread(ewa_vit) < 1e-6
+
+
+def test_accumulated_gradients_are_one_update(ewa_vit):
+    optimizer, averaging = averaged(ewa_vit, rate=0.4, schedule="linear", total_updates=2)
+    for _ in range(2):
+        for _ in range(3):
+            ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        optimizer.step()
+    assert averaging.updates == 2
+    assert averaging.share_rate == 0.4
+
+
+@pytest.mark.ci
+def test_a_compiled_step_is_followed_by_averaging(ewa_vit):
+    optimizer, averaging = averaged(ewa_vit, rate=0.75, schedule="constant", total_updates=2)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        step()
+        assert spread(ewa_vit) < 1e-6
+    assert averaging.updates == 2
+
+
+def test_the_rate_of_each_step_is_applied(ewa_vit):
+    """Against averaging by hand, step by step, from the paper's formula."""
+    by_hand = copy.deepcopy(ewa_vit)
+    # The gradient of a key's bias is rounding error, of which AdamW with its usual eps makes whole steps.
+    optimizer, _ = averaged(ewa_vit, rate=0.3, schedule="linear", total_updates=3, eps=1e-6)
+    other = create_optimizer_v2(by_hand, opt="adamw", lr=1e-2, weight_decay=0.05, eps=1e-6)
+    for layer in timm_moe.moe_layers(by_hand).values():
+        layer.share_rate = 0.0  # tells the guard that nobody is meant to average these
+    for step in range(3):
+        train_step(ewa_vit, optimizer, step)
+        train_step(by_hand, other, step)
+        beta = 0.3 * (step + 1) / 3
+        for layer in timm_moe.moe_layers(by_hand).values():
+            for parameter in layer.parameters():
+                total = parameter.data.sum(0, keepdim=True)
+                parameter.data = (1 - beta) * parameter.data + beta / 3 * (total - parameter.data)
+    for (name, a), b in zip(ewa_vit.named_parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_function_as_schedule(ewa_vit):
+    seen = []
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    averaging = ExpertWeightAveraging(
+        ewa_vit, optimizer, schedule=lambda progress: seen.append(progress) or 0.5 * progress, total_updates=4
+    )
+    train_step(ewa_vit, optimizer, 0)
+    assert seen == [0.25]  # once for a step, however many layers there are
+    assert averaging.share_rate == 0.125
+    averaging.remove()
+    ExpertWeightAveraging(ewa_vit, optimizer, schedule=lambda progress: 2.0, total_updates=4)
+    with pytest.raises(ValueError, match=r"share_rate must lie between .* got 2.0"):
+        train_step(ewa_vit, optimizer, 1)
+
+
+def test_weight_ema_sees_the_averaged_weights(ewa_vit):
+    optimizer, _ = averaged(ewa_vit)
+    ema = ModelEmaV3(ewa_vit, decay=0.0)
+    train_step(ewa_vit, optimizer, 0)
+    ema.update(ewa_vit)
+    assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), ewa_vit.parameters(), strict=True))
+    assert spread(ema.module) < 1e-6
+
+
+@pytest.mark.parametrize("opt", ["adamw", "lookahead_adamw"])
+def test_resuming_after_three_of_six_steps_is_bit_identical(opt, tmp_path):
+    def start():
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+        return model, *averaged(model, opt, rate=0.3, schedule="linear", total_updates=6)
+
+    model, optimizer, _ = start()
+    for step in range(6):
+        train_step(model, optimizer, step)
+    first, optimizer, _ = start()
+    for step in range(3):
+        train_step(first, optimizer, step)
+    torch.save({"state_dict": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    second, optimizer, averaging = start()
+    checkpoint = torch.load(tmp_path / "c.pt")
+    second.load_state_dict(checkpoint["state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    assert averaging.updates == 3
+    for step in range(3, 6):
+        train_step(second, optimizer, step)
+    assert averaging.updates == 6
+    for (name, a), b in zip(model.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_several_models_in_one_process_do_not_touch_each_other(ewa_vit):
+    other = copy.deepcopy(ewa_vit)
+    optimizer, averaging = averaged(ewa_vit)
+    other_optimizer, other_averaging = averaged(other, rate=0.0)
+    before = copy.deepcopy(other.state_dict())
+    train_step(ewa_vit, optimizer, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    train_step(other, other_optimizer, 0)
+    assert (averaging.updates, other_averaging.updates) == (1, 1)
+    assert spread(other) > 1e-3
+
+
+def test_is_dropped_with_its_optimizer(ewa_vit):
+    optimizer, averaging = averaged(ewa_vit)
+    del optimizer, averaging
+    gc.collect()
+    optimizer, averaging = averaged(ewa_vit)  # a second phase of training
+    train_step(ewa_vit, optimizer, 0)
+    assert averaging.updates == 1
+
+
+def test_the_log_says_once_what_will_happen(ewa_vit, caplog):
+    with caplog.at_level(logging.INFO):
+        optimizer, _ = averaged(ewa_vit, rate=0.3, schedule="linear", total_updates=30)
+        for step in range(3):
+            train_step(ewa_vit, optimizer, step)
+    assert [record.message for record in caplog.records if "EWA" in record.message] == [
+        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, schedule linear, "
+        "over 30 updates."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
+        ({"schedule": "cosine"}, "share_schedule must be one of"),
+        ({"total_updates": 0}, "total_updates must be at least 1, got 0"),
+        ({"schedule": lambda progress: 0.1, "share_rate": 0.1}, "leave share_rate out"),
+    ],
+)
+def test_bad_arguments_leave_the_optimizer_alone(ewa_vit, arguments, message):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        ExpertWeightAveraging(ewa_vit, optimizer, **{"total_updates": 5, **arguments})
+    assert UPDATES not in optimizer.param_groups[0]
+    assert ExpertWeightAveraging.of(optimizer) is None
+
+
+def test_needs_an_optimizer_that_trains_the_experts_and_has_no_averaging(ewa_vit, dense_vit):
+    with pytest.raises(ValueError, match="trains no expert layer"):
+        averaged(dense_vit)
+    optimizer, _ = averaged(ewa_vit)
+    with pytest.raises(ValueError, match="already has its expert weight averaging"):
+        ExpertWeightAveraging(ewa_vit, optimizer, total_updates=5)
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("no rate"), 2.0])
+def test_a_schedule_that_fails_leaves_all_as_it_was(ewa_vit, answer):
+    answers = [0.3, answer, 0.3]
+
+    def schedule(progress):
+        asked.append(progress)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    asked = []
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, schedule=schedule, total_updates=4)
+    train_step(ewa_vit, optimizer, 0)
+    before = values(ewa_vit)
+    with pytest.raises((RuntimeError, ValueError)):
+        train_step(ewa_vit, optimizer, 1)
+    assert moved(ewa_vit, before) == set()
+    assert averaging.updates == 1
+    train_step(ewa_vit, optimizer, 1)
+    assert averaging.updates == 2
+    assert asked == [0.25, 0.5, 0.5]

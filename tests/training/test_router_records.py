@@ -1,0 +1,267 @@
+"""Records of routers: when one is taken, added, dropped, and missed by an optimizer step."""
+
+import copy
+import warnings
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from routed_loop import batch, losses_by_hand, make_model
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.nn import functional as F
+
+import timm_moe
+
+
+def test_a_step_without_the_losses_is_refused():
+    images, targets = batch()
+    model, other = make_model(), nn.Linear(2, 2)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    before = copy.deepcopy(model.state_dict())
+    F.cross_entropy(model(images), targets).backward()
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # another model's optimizer is none of this
+    with pytest.raises(RuntimeError, match=r"add timm_moe.auxiliary_loss\(model\) to the loss"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    (F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)).backward()
+    optimizer.step()
+
+
+def test_a_linear_probe_and_a_weight_of_zero_need_no_losses(caplog):
+    images, targets = batch()
+    for weight, of_model in ((0, lambda model: model), (0.01, lambda model: model.head)):
+        model = make_model(aux_loss_weight=weight)
+        trained, before = of_model(model), model.head.weight.detach().clone()
+        assert bool(model.blocks[1].mlp.router.loss_weights) == bool(weight)
+        F.cross_entropy(model(images), targets).backward()
+        assert all(layer.router.has_pending_losses() == bool(weight) for layer in timm_moe.moe_layers(model).values())
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+        assert not torch.equal(model.head.weight, before)
+        assert caplog.messages == []
+
+
+def test_no_losses_in_eval_mode_nor_without_gradients():
+    images, _ = batch()
+    model = make_model()
+    with torch.no_grad():
+        model(images)
+    assert timm_moe.auxiliary_loss(model) == 0
+    model.eval()(images)
+    assert timm_moe.auxiliary_loss(model) == 0
+    assert timm_moe.routing_summary(model) == {}
+
+
+def test_losses_are_those_of_the_last_training_forward():
+    images, _ = batch()
+    model = make_model()
+    model(images[:2])
+    model(images)
+    first = timm_moe.auxiliary_loss(model)
+    assert first > 0
+    assert timm_moe.auxiliary_loss(model) == 0  # they were added
+    model(images)
+    model.eval()(images[:2])  # a validation in between
+    model.train()
+    with torch.no_grad():
+        model(images[:2])
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), first)
+
+
+def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
+    images, _ = batch()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        (model(images).mean() + model(images.flip(3)).mean() + timm_moe.auxiliary_loss(model)).backward()
+        optimizer.step()
+    assert len(caplog.messages) == 1
+    assert "call it after each one that is trained on" in caplog.messages[0]
+
+
+def test_losses_that_are_not_wanted():
+    """A discriminator that judges without being trained, and a cell of a notebook that is run again."""
+    images, _ = batch()
+    generator, discriminator = make_model(), make_model()
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+    generator.set_grad_checkpointing(True)
+    for _ in range(2):
+        fake, (_, ours_by_hand) = generator(images), losses_by_hand(copy.deepcopy(generator), images)
+        _, theirs_by_hand = losses_by_hand(copy.deepcopy(discriminator), images)
+        judged, router_loss = discriminator(images), timm_moe.auxiliary_loss(discriminator)
+        torch.testing.assert_close(router_loss, theirs_by_hand)
+        (judged.mean() + router_loss).backward()
+        theirs.step()  # says nothing of the generator, whose blocks are still to be repeated
+        discriminator(images + fake.mean()).mean().backward(retain_graph=True)
+        router_loss = timm_moe.auxiliary_loss(generator)
+        torch.testing.assert_close(router_loss, ours_by_hand)
+        (fake.mean() + router_loss).backward()
+        ours.step()
+        theirs.zero_grad()
+    discriminator(images).sum().backward()
+    theirs.zero_grad()
+    judged, router_loss = discriminator(images), timm_moe.auxiliary_loss(discriminator)
+    torch.testing.assert_close(router_loss, losses_by_hand(copy.deepcopy(discriminator), images)[1])
+    (judged.sum() + router_loss).backward()
+    routers = [layer.router.weight for layer in timm_moe.moe_layers(discriminator).values()]
+    before = [weight.detach().clone() for weight in routers]
+    theirs.step()
+    assert not any(torch.equal(weight, old) for weight, old in zip(routers, before, strict=True))
+
+
+@pytest.mark.parametrize("road", ["features_only", "forward_features"])
+def test_roads_that_do_not_call_the_model(road):
+    images, _ = batch()
+    if road == "features_only":
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_moe", features_only=True, **SMALL_VIT)
+        call = model
+    else:
+        model = make_model()
+        call = model.forward_features
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(3):
+        features = call(images)
+        loss = timm_moe.auxiliary_loss(model)
+        losses.append(loss.item())
+        ((features[-1] if road == "features_only" else features).square().mean() + loss).backward()
+        optimizer.step()
+    assert losses[2] == pytest.approx(losses[0], rel=0.1)
+    call(images)[-1].mean().backward()
+    with pytest.raises(RuntimeError, match="were not added"):
+        optimizer.step()
+
+
+def test_a_loss_that_is_forgotten_later_is_noticed_too():
+    images, targets = batch()
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    for step in range(3):
+        loss = F.cross_entropy(model(images), targets)
+        if step < 2:
+            loss = loss + timm_moe.auxiliary_loss(model)
+        loss.backward()
+        if step < 2:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="were not added"):
+        optimizer.step()
+
+
+def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
+    images, targets = batch()
+    model = make_model()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    before = copy.deepcopy(model.state_dict())
+    F.cross_entropy(model(images), targets).backward()
+    assert all(layer.router.records for layer in timm_moe.moe_layers(model).values())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("case", ["no weight", "frozen", "forgotten"])
+@pytest.mark.parametrize("road", ["__call__", "forward_features"])
+def test_nothing_piles_up(case, road):
+    images, _ = batch()
+    model = make_model(**({"aux_loss_weight": 0} if case == "no weight" else {}))
+    model.requires_grad_(case != "frozen")
+    for _ in range(3):
+        getattr(model, road)(images)
+    records = model.blocks[1].mlp.router.records
+    # Where only a part of the model is called, losses wait until someone asks for them.
+    assert len(records) == (3 if (case, road) == ("forgotten", "forward_features") else 1)
+
+
+def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
+    """Its records do not pile up, and it is said once what to do about it."""
+    images, targets = batch()
+    model = make_model()
+    head = nn.Linear(32, 5)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    routers = [layer.router for layer in timm_moe.moe_layers(model).values()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(6):
+            for part, labels in zip(images.split(4), targets.split(4), strict=True):
+                F.cross_entropy(head(model.forward_features(part)[:, 0]), labels).backward()
+            optimizer.step()
+            assert all(len(router.records) <= 4 for router in routers)
+    told = [str(warning.message) for warning in caught if "Nobody adds the losses of routers" in str(warning.message)]
+    assert len(told) == 1
+    assert "call eval() on them or freeze them" in told[0]
+
+
+def test_a_loop_that_never_steps_does_not_pile_up(monkeypatch):
+    monkeypatch.setattr("timm_moe.layers.router_records.MOST_WAITING", 3)
+    model, images = make_model(), batch()[0][:1]
+    for _ in range(3):
+        model.forward_features(images)
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="Nobody adds the losses of routers in a model that is in training mode"):
+            model.forward_features(images)
+    records = model.blocks[1].mlp.router.records
+    assert len(records) == 3
+    layers = timm_moe.moe_layers(model).values()
+    total = sum(record.weighted_loss for layer in layers for record in layer.router.records)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), total)
+    assert len(records) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
+    images, _ = batch()
+    model, other = make_model(), nn.Linear(2, 2)
+    ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        features = [model.forward_features(part) for part in images.split(4)]
+        records = len(model.blocks[1].mlp.router.records)
+        theirs.step()
+        assert records == len(model.blocks[1].mlp.router.records) == 2
+        loss = timm_moe.auxiliary_loss(model)
+        (sum(feature.mean() for feature in features) + loss).backward()
+        theirs.step()
+        ours.step()
+    outputs = model(images)
+    for _ in range(5):  # of a critic
+        theirs.step()
+    loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(loss, losses_by_hand(copy.deepcopy(model), images)[1])
+    (outputs.mean() + loss).backward()
+
+
+def test_roads_that_would_lose_the_losses_are_refused():
+    images, _ = batch()
+    model = make_model()
+    replica = copy.copy(model.blocks[1].mlp.router)
+    replica._is_replica = True  # what nn.DataParallel does on several devices
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel would lose the routers' losses"):
+        replica(torch.randn(2, 3, 32))
+    if hasattr(torch.compiler, "is_exporting"):
+        with pytest.raises(Exception, match=r"torch.export would lose the routers' losses"):
+            torch.export.export(model, (images,), strict=False)
+
+
+def test_a_converted_model_in_memory_has_them_too_and_its_dense_copy_no_trace():
+    images, _ = batch()
+    model = timm_moe.convert_to_moe(
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", top_k=2, noise_std=1.0,
+        aux_loss="importance+load",
+    )  # fmt: skip
+    model(images)
+    assert timm_moe.auxiliary_loss(model).requires_grad
+    dense = timm_moe.to_dense(model)
+    assert "timm_moe" not in str([hook for m in dense.modules() for hook in m._forward_pre_hooks.values()])
+    assert {type(m).__module__.split(".")[0] for m in dense.modules()} <= {"timm", "torch"}
+
+
+def test_torchscript_is_refused_where_it_would_lose_the_losses():
+    model = make_model()
+    with pytest.raises(RuntimeError, match="TorchScript would lose the routers' losses: trace the model in eval mode"):
+        torch.jit.trace(model, batch()[0])
+    traced = torch.jit.trace(model.eval(), batch()[0])
+    torch.testing.assert_close(traced(batch()[0]), model(batch()[0]))

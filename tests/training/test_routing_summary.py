@@ -1,0 +1,124 @@
+"""Statistics of routers over a run: summaries, logs of epochs, and warnings of NaN."""
+
+import copy
+import logging
+
+import pytest
+import timm
+import timm.scheduler
+import torch
+from routed_loop import CPU, batch, make_model
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask, TrainingTask
+from torch import nn
+from torch.nn import functional as F
+
+import timm_moe
+from timm_moe.training import router_losses
+
+
+def test_summary_of_a_loop():
+    images, targets = batch()
+    model = make_model("vmoe_b32", moe_layers="1,3", num_experts=6, capacity_factor=0.5, capacity_multiple=1)
+    dropped, load, losses = 0, torch.zeros(6), []
+    for part in images.split(4):
+        F.cross_entropy(model(part), targets[:4])
+        record = model.blocks[3].mlp.router.records[0]
+        timm_moe.auxiliary_loss(model)
+        dropped += record.dropped
+        load += record.load
+        losses.append(record.losses)
+    summaries = timm_moe.routing_summary(model)
+    assert list(summaries) == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert timm_moe.routing_summary(copy.deepcopy(model)) == {}
+    summary = summaries["blocks.3.mlp"]
+    choices = 8 * 17 * 2
+    assert summary.dropped == pytest.approx(dropped / choices)
+    assert summary.dropped >= 0.5 - 1 / 6
+    torch.testing.assert_close(torch.tensor(summary.load), load / choices)
+    means = {name: float(sum(loss[name] for loss in losses)) / len(losses) for name in ("importance", "load")}
+    assert summary.losses == pytest.approx(means)
+    assert str(summary).startswith("importance ")
+    shares = f"{min(summary.load):.1%} / 16.7% / {max(summary.load):.1%}"
+    assert str(summary).endswith(f"dropped {summary.dropped:.1%}, share of an expert min/mean/max {shares}")
+    assert timm_moe.routing_summary(model, reset=True) == summaries
+    model(images)
+    record = model.blocks[3].mlp.router.records[0]
+    timm_moe.auxiliary_loss(model)
+    load = timm_moe.routing_summary(model)["blocks.3.mlp"].load
+    torch.testing.assert_close(torch.tensor(load), record.load / choices)
+    assert timm_moe.routing_summary(model) != summaries
+
+
+@pytest.mark.skipif(not hasattr(TrainingTask, "setup_ema"), reason="this version of timm has its EMA elsewhere")
+def test_summary_of_a_task_leaves_out_its_ema():
+    task = ClassificationTask(make_model(), nn.CrossEntropyLoss(), device=CPU)
+    task.setup_ema()
+    task.train()(*batch())
+    summaries = timm_moe.routing_summary(task)
+    assert [name.rpartition("module")[0] for name in summaries] == ["trainable_"] * 2
+    assert all("dropped" in str(summary) for summary in summaries.values())
+
+
+def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
+    images, targets = batch()
+    model = make_model()
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
+    with caplog.at_level(logging.INFO):
+        scheduler.step(0)
+        assert "Routing" not in caplog.text
+        for epoch in range(2):
+            for _ in range(2):
+                task(images, targets)["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step(epoch + 1)
+            last = timm_moe.routing_summary(model)  # of the epoch that ended
+    lines = [message for message in caplog.messages if message.startswith("Routing")]
+    assert [line.split(":")[0] for line in lines] == ["Routing in blocks.1.mlp", "Routing in blocks.3.mlp"] * 2
+    assert lines[2] == f"Routing in blocks.1.mlp: {last['blocks.1.mlp']}."
+
+
+def test_other_ranks_keep_silent(caplog, monkeypatch):
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    for is_primary, lines in ((True, 2), (False, 0)):
+        monkeypatch.setattr(router_losses, "is_primary", lambda is_primary=is_primary: is_primary)
+        model(batch()[0])
+        timm_moe.auxiliary_loss(model)
+        with caplog.at_level(logging.INFO):
+            caplog.clear()
+            router_losses.log_epoch(optimizer)
+        assert len([message for message in caplog.messages if message.startswith("Routing in")]) == lines
+        assert len(caplog.messages) == lines
+
+
+def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
+    model = make_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
+    images = batch()[0]
+    images[0, 0, 0, 0] = float("nan")
+    model(images)
+    timm_moe.auxiliary_loss(model)
+    scheduler.step(1)
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    expected = "The router of {} had NaN or Inf in its logits in 1 of the last 1 training forwards."
+    assert warned == [expected.format(f"blocks.{block}.mlp") for block in (1, 3)]
+
+
+def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(caplog):
+    images, targets = batch()
+    model = make_model()
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    task(images, targets)
+    with torch.no_grad():
+        model.blocks[3].mlp.router.weight[1, 2] = float("inf")
+    for forward in range(2, 51):
+        assert caplog.messages == [], forward
+        task(images[:2], targets[:2])
+    assert caplog.messages == [
+        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of the last 50 training forwards."
+    ]

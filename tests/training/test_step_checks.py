@@ -1,0 +1,92 @@
+"""Checks before a step: experts that nothing averages, and optimizers older than the experts."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import timm
+import torch
+from averaging_loop import moved, still_step, train_step, values
+from common import SMALL_VIT
+from timm.scheduler import create_scheduler_v2
+
+import timm_moe
+from timm_moe import ExpertWeightAveraging
+
+
+def test_experts_that_nothing_averages_are_told_of_once(ewa_vit, caplog):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    for step in range(2):
+        train_step(ewa_vit, optimizer, step)
+    assert len(caplog.messages) == 1
+    assert "nothing averages the experts that this optimizer trains" in caplog.text
+    control = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    train_step(control, torch.optim.SGD(control.parameters(), lr=0.1), 0)
+    assert len(caplog.messages) == 1
+
+
+def test_experts_beside_the_averaged_ones_are_told_of(ewa_vit, caplog):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    ExpertWeightAveraging(ewa_vit.blocks[1], optimizer, total_updates=2)
+    for _ in range(2):
+        still_step(ewa_vit, optimizer)
+    assert len(caplog.messages) == 1
+    assert "nothing averages the experts" in caplog.text
+    assert "(those in blocks.3.mlp)" in caplog.text
+
+
+def test_routers_alone_need_no_averaging(caplog):
+    model = timm.create_model("vit_tiny_moe", num_experts=2, share_rate=0.3, **SMALL_VIT)
+    optimizer = torch.optim.SGD([model.blocks[1].mlp.router.weight, *model.head.parameters()], lr=0.1)
+    create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=2)
+    assert ExpertWeightAveraging.of(optimizer) is None
+    with pytest.raises(ValueError, match="trains no expert layer"):
+        ExpertWeightAveraging(model, optimizer, total_updates=2)
+    still_step(model, optimizer)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_optimizer_older_than_the_experts_is_told_at_its_first_step(dense_vit, router, steps_before):
+    optimizer = torch.optim.AdamW(dense_vit.parameters(), lr=1e-3)
+    for update in range(steps_before):
+        train_step(dense_vit, optimizer, update)
+    timm_moe.convert_to_moe(dense_vit, num_experts=2, router=router)
+    before = values(dense_vit)
+    with pytest.raises(ValueError, match=r"older than the experts in blocks.1.mlp.*after convert_to_moe"):
+        train_step(dense_vit, optimizer, 0)
+    assert moved(dense_vit, before) == set()
+
+
+def test_experts_added_to_an_older_optimizer_are_trained(dense_vit, caplog):
+    optimizer = torch.optim.SGD(dense_vit.parameters(), lr=0.1)
+    timm_moe.convert_to_moe(dense_vit, num_experts=2, share_rate=0)
+    for layer in timm_moe.moe_layers(dense_vit).values():
+        optimizer.add_param_group({"params": layer.parameters()})
+    train_step(dense_vit, optimizer, 0)
+    other = torch.optim.SGD(copy.deepcopy(dense_vit).parameters(), lr=0.1)
+    other.step()
+    assert not caplog.messages
+
+
+def test_frozen_experts_need_not_be_trained(dense_vit):
+    optimizer = torch.optim.SGD(dense_vit.parameters(), lr=0.1)
+    timm_moe.convert_to_moe(dense_vit, num_experts=2)
+    for layer in timm_moe.moe_layers(dense_vit).values():
+        layer.requires_grad_(False)
+    train_step(dense_vit, optimizer, 0)
+
+
+def test_what_was_replaced_is_not_kept_alive(dense_vit):
+    weights = [layer.mlp.fc1.weight for layer in dense_vit.blocks]
+    timm_moe.convert_to_moe(dense_vit, num_experts=2)
+    layer = dense_vit.blocks[1].mlp
+    replaced = [parameter for reference in layer.replaced if (parameter := reference()) is not None]
+    assert [parameter is weights[1] for parameter in replaced] == [True]
+    assert not copy.deepcopy(layer).replaced
+    assert not pickle.loads(pickle.dumps(layer)).replaced
+    del weights, replaced
+    gc.collect()
+    assert [reference() for reference in layer.replaced] == [None] * 4

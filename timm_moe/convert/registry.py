@@ -1,0 +1,321 @@
+"""The routers that ``convert_to_moe(router=...)`` takes, by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from timm.models import (
+    Beit,
+    Eva,
+    MultiScaleVit,
+    NaFlexVit,
+    PoolingVisionTransformer,
+    VisionTransformer,
+    VisionTransformerRelPos,
+)
+from torch import nn
+
+from ..layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    RandomPartition,
+    SharedExpertMlp,
+    TilingRouter,
+    TopKRouter,
+)
+from ..layers.checks import check_flag, check_integer, check_number
+from .blocks import moe_layers
+
+#: Maps the width D of the rows and the number of experts E to a router.
+MakeRouter = Callable[[int, int], nn.Module]
+
+#: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their last blocks).
+CLASS_TOKEN_FIRST: tuple[type, ...] = (
+    *(VisionTransformer, VisionTransformerRelPos, NaFlexVit),
+    *(Beit, Eva, PoolingVisionTransformer, MultiScaleVit),
+)
+
+
+def routed_layer(
+    ffn: nn.Module,
+    router: nn.Module,
+    num_experts: int,
+    *,
+    shared_expert: bool,
+    shared_init: str,
+    **options: Any,
+) -> MoeMlp:
+    """Build the expert layer of most routers, with or without a shared expert (see ``convert_to_moe``)."""
+    check_flag("shared_expert", shared_expert)
+    if shared_init != "pretrained" and not shared_expert:
+        raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
+    if shared_expert:
+        return SharedExpertMlp(ffn, router, num_experts, shared_init=shared_init, **options)
+    return MoeMlp(ffn, router, num_experts, **options)
+
+
+def _ewa_layer(ffn: nn.Module, router: nn.Module, num_experts: int, **options: Any) -> MoeMlp:
+    return EwaMlp(ffn, num_experts, **options)  # its partition is its own
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """A way to route, for ``convert_to_moe(router=...)``.
+
+    Attributes:
+        name: name under which it is registered.
+        factory: ``(dim, num_experts, **options)`` -> a module that maps x of shape (..., dim) to a
+            :class:`timm_moe.layers.Routing` of its rows. It may be a subclass of :class:`timm_moe.layers.Router` to
+            override that class's answers; any other module is taken to give them.
+        options: options of the factory with their defaults: keywords of ``convert_to_moe`` and of train.py's
+            ``--model-kwargs``.
+        last_factory: the factory for the last expert layer, if it is another.
+        layer: ``(ffn, router, num_experts, **options)`` -> the expert layer.
+        layer_options: options of the layer with their defaults.
+        share_schedule: default schedule of the share rate.
+        averaged: average experts even if neither rate nor schedule is stated.
+        check: raises ValueError if the model, or the options together, do not suit this router.
+        built_in: the router comes with this package, so no model has an argument with the name of one of its options.
+    """
+
+    name: str
+    factory: Callable[..., nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    last_factory: Callable[..., nn.Module] | None = None
+    layer: Callable[..., MoeMlp] = routed_layer
+    layer_options: Mapping[str, Any] = field(
+        default_factory=lambda: {"shared_expert": False, "shared_init": "pretrained"}
+    )
+    share_schedule: str = "early"
+    averaged: bool = False
+    check: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
+    built_in: bool = False
+
+    def defaults(self) -> dict[str, Any]:
+        """Return all options with their defaults, the layer's too."""
+        return {**self.options, **self.layer_options}
+
+
+#: Options of ``convert_to_moe`` for every router.
+COMMON_OPTIONS = (
+    *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
+)
+_registered: dict[str, RouterSpec] = {}
+
+
+def register_router(spec: RouterSpec) -> RouterSpec:
+    """Make ``router=spec.name`` an option of ``convert_to_moe``, and so of every ``*_ewa_moe``.
+
+    Routed models such as ``vmoe_b16`` set options of ``top_k`` that no other router has.
+
+    Raises:
+        ValueError: if the name is taken, or an option has the name of one of ``convert_to_moe``'s own.
+    """
+    if spec.name in _registered:
+        raise ValueError(f"There is a router {spec.name!r} already.")
+    for name in spec.options:
+        if name in spec.layer_options:
+            raise ValueError(
+                f"{name} is an option of the layer already, so {spec.name!r} cannot have one of that name."
+            )
+    for name in spec.defaults():
+        if name in (*COMMON_OPTIONS, "model", "dim"):
+            raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
+    _registered[spec.name] = spec
+    return spec
+
+
+def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
+    """List the options of ``convert_to_moe``, for one router or for all.
+
+    The list always has the options of built-in routers, so that a wrong one ends in a clear error. Options of other
+    routers may also be arguments of a model, so the list has them only for the chosen router.
+    """
+    specs = [spec for spec in _registered.values() if spec.built_in or router is None]
+    if router is not None:
+        specs.append(get_spec(router))
+    return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in specs for name in spec.defaults())]))
+
+
+def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
+    """Return the spec of a registered name, or make one for a callable; ValueError if there is none."""
+    if isinstance(router, RouterSpec):
+        return router
+    if isinstance(router, str) and router in _registered:
+        return _registered[router]
+    if isinstance(router, nn.Module):
+        raise ValueError(f"router is a {type(router).__name__}, but each layer needs one of its own: give the class.")
+    if callable(router):
+        return RouterSpec(getattr(router, "__name__", "router"), router)
+    raise ValueError(
+        f"router must be one of {', '.join(_registered)}, got {router!r}; one of your own is registered first, by "
+        "timm_moe.register_router."
+    )
+
+
+def split_options(spec: RouterSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide options between the router and its layer, and add the defaults.
+
+    Raises:
+        ValueError: if another router has the option, unless its value is the default there.
+        TypeError: if no router has the option.
+    """
+    for name, value in given.items():
+        if name in spec.defaults():
+            continue
+        owner = next((other for other in _registered.values() if name in other.defaults()), None)
+        if owner is None:
+            raise TypeError(f"convert_to_moe got an unexpected keyword argument {name!r}.")
+        default = owner.defaults()[name]
+        if (_none(value) if default is None else value) != default:
+            raise ValueError(
+                f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does not have. If the "
+                "registered model sets it, take an *_ewa_moe model instead."
+            )
+    own = {name: given.get(name, default) for name, default in spec.options.items()}
+    return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
+
+
+def _none(value: Any) -> Any:
+    """Read ``"none"`` as None, which timm's ``create_model`` would drop."""
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+# --- the routers of this package
+
+
+def _random_partition(dim: int, num_experts: int) -> nn.Module:
+    return RandomPartition(num_experts)
+
+
+ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
+#: Routers of pBE and its ablations; only the last layer has multi-head routing.
+ENSEMBLES = {
+    "pbe": EnsembleRouter,
+    "tiling": TilingRouter,
+    "partitioning": PartitionedRouter,
+    "multi_head": MultiHeadRouter,
+}
+
+
+def _top_k_router(
+    dim: int,
+    num_experts: int,
+    *,
+    routing_unit: str,
+    aux_loss: str,
+    aux_loss_weight: float,
+    ensemble_size: int,
+    ensemble: str,
+    is_last: bool = False,
+    **options: Any,
+) -> nn.Module:
+    options["loss_weights"] = _loss_weights(aux_loss, aux_loss_weight)
+    options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
+    if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
+        return ROUTING_UNITS[routing_unit](dim, num_experts, **options)
+    if ensemble != "multi_head":
+        options["ensemble_size"] = ensemble_size
+    return ENSEMBLES[ensemble](dim, num_experts, **options)
+
+
+def _loss_weights(aux_loss: str, aux_loss_weight: float) -> dict[str, float]:
+    check_number("aux_loss_weight", aux_loss_weight, 0)
+    names = aux_loss.split("+") if isinstance(aux_loss, str) else []
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
+    return dict.fromkeys(names, aux_loss_weight / len(names))
+
+
+def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Check what no router can: names that choose its class, and whether the model suits it."""
+    unit, ensemble, size = options["routing_unit"], options["ensemble"], options["ensemble_size"]
+    if unit not in ROUTING_UNITS:
+        raise ValueError(f"routing_unit must be one of {', '.join(ROUTING_UNITS)}, got {unit!r}.")
+    if ensemble not in ENSEMBLES:
+        raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
+    check_integer("ensemble_size", size, 1)
+    if unit == "image":
+        _check_class_token(model)
+    if size == 1 and ensemble != "pbe":
+        raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
+    if size > 1:
+        _check_ensemble(model, ensemble, size, options["top_k"], unit)
+
+
+def _check_class_token(model: nn.Module) -> None:
+    if getattr(model, "cls_token", None) is None:
+        raise ValueError(
+            "routing_unit='image' lets the class token of an image choose, but this "
+            f"{type(model).__name__} has no class token."
+        )
+    if not isinstance(model, CLASS_TOKEN_FIRST):
+        known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
+        raise ValueError(
+            "routing_unit='image' lets the first token of an image choose, which in this "
+            f"{type(model).__name__} is not the class token; it is in {known}."
+        )
+
+
+def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: int, routing_unit: str) -> None:
+    if ensemble == "multi_head" and ensemble_size != top_k:
+        raise ValueError(
+            f"ensemble='multi_head' has a member for each choice of a token: set top_k={ensemble_size} as "
+            f"ensemble_size, got top_k={top_k}."
+        )
+    if routing_unit != "token":
+        raise ValueError(
+            f"The members of an ensemble route tokens, so routing_unit={routing_unit!r} has no place here."
+        )
+    if ensemble == "partitioning":
+        return
+    if not hasattr(model, "forward_members"):
+        raise ValueError(
+            f"ensemble_size={ensemble_size} needs a model that repeats its images for the members of the ensemble, as "
+            f"vmoe_pbe_* do; a {type(model).__name__} does not."
+        )
+    if moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has the expert layers of its ensemble already.")
+
+
+register_router(
+    RouterSpec(
+        "random",
+        _random_partition,
+        layer=_ewa_layer,
+        layer_options={},
+        share_schedule="linear",
+        averaged=True,
+        built_in=True,
+    )
+)
+register_router(
+    RouterSpec(
+        "top_k",
+        _top_k_router,
+        dict(
+            top_k=1,
+            noise_std=0.0,
+            capacity_factor=None,
+            eval_capacity_factor=None,
+            capacity_multiple=4,
+            capacity_rounding="ceil",
+            batch_priority=False,
+            group_images=None,
+            aux_loss="balance",
+            aux_loss_weight=0.01,
+            routing_unit="token",
+            gate_mode="prob",
+            ensemble_size=1,
+            ensemble="pbe",
+        ),
+        last_factory=partial(_top_k_router, is_last=True),
+        check=_check_top_k,
+        built_in=True,
+    )
+)

@@ -1,0 +1,137 @@
+"""Options that exports and pushes share, in groups."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from huggingface_hub.utils import validate_repo_id
+
+from ..checkpoints.source import ModelSpec, describe
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options for reading a source, and entries of config.json that the user states.
+
+    Attributes:
+        spec: model to create for a file that does not name it, or its preprocessing; for models of timm.
+        use_ema: take the EMA weights of a train.py checkpoint.
+        model_args: arguments that ``timm.create_model`` needs for the written model, where the source does not record
+            them (a model converted in memory, with a timm version that does not record them).
+        license: by default the licence of the pretrained weights that training began from, if known, or the one in the
+            config of a folder or repository.
+        example_inputs: arguments of the model for the comparison of outputs: a tensor, a tuple of arguments, or a dict
+            of keyword arguments. By default two random images of the size that the model states.
+        label_names: names of the classes, in order; by default the names in the source's config.
+        label_descriptions: texts by class name. Only models of timm have them.
+    """
+
+    spec: ModelSpec | None = None
+    use_ema: bool = False
+    model_args: dict[str, Any] | None = None
+    license: str | None = None
+    example_inputs: Any = None
+    label_names: Sequence[str] | None = None
+    label_descriptions: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Statements:
+    """Statements of the publisher for the model card.
+
+    Attributes:
+        license: as the Hub abbreviates it, ``"apache-2.0"``.
+        dataset: images that the model was trained on, by their name on the Hub or any other name.
+        metrics: results of the published model, by name.
+
+    Raises:
+        ValueError: if a metric is not a finite number, or the licence not an abbreviation.
+    """
+
+    license: str | None = None
+    dataset: str | None = None
+    metrics: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (self.metrics or {}).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"The metric {name} must be a finite number, got {value!r}.")
+        if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
+            raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
+
+    def __bool__(self) -> bool:
+        return bool(self.license or self.dataset or self.metrics)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A repository on the Hub, and how to commit to it.
+
+    Attributes:
+        repo_id: ``user/name``.
+        private: make the repository a private one.
+        revision: branch, created if it does not exist; main by default.
+        create_pr: open a pull request instead of committing to the branch.
+        dry_run: do everything but upload.
+
+    Raises:
+        ValueError: if the name of the repository or branch is not possible.
+    """
+
+    repo_id: str
+    private: bool = False
+    revision: str | None = None
+    create_pr: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            validate_repo_id(self.repo_id)
+        except ValueError as error:
+            raise ValueError(f"{self.repo_id!r} is no name of a repository: {describe(error)}") from error
+        if self.repo_id.count("/") != 1:
+            raise ValueError(f"A repository is named user/name, got {self.repo_id!r}.")
+        if self.revision is not None and not re.fullmatch(r"\w[\w./-]*", self.revision):
+            raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
+
+    @property
+    def title(self) -> str:
+        return self.repo_id.split("/")[-1]
+
+    @property
+    def model_name(self) -> str:
+        """Name for ``timm.create_model``."""
+        return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+
+
+def checked_labels(
+    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the entries of config.json for class names; raise ValueError if they do not fit the number of classes."""
+    names = [label_names] if isinstance(label_names, str) else list(label_names)
+    if len(names) != num_classes:
+        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a class must be a text, got {name!r}.")
+    descriptions = dict(label_descriptions or {})
+    for name, text in descriptions.items():
+        if name not in names or not isinstance(text, str):
+            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
+
+
+def grouped(options: Mapping[str, Any], *kinds: type) -> list[Any]:
+    """Sort keyword arguments into one instance of each dataclass; a name that several have goes to each.
+
+    Raises:
+        TypeError: if no dataclass has a field of that name.
+    """
+    names = {kind: {field.name for field in fields(kind)} for kind in kinds}
+    known = set().union(*names.values())
+    for name in options:
+        if name not in known:
+            raise TypeError(f"There is no option {name!r}; there are {', '.join(sorted(known))}.")
+    return [kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds]

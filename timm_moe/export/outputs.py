@@ -1,0 +1,166 @@
+"""Outputs of a model before and after its export, and their difference."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.source import first_problem
+from ..model_config import model_input_size
+from .formats import equal_with_nan, is_of_timm, is_of_transformers
+
+_logger = logging.getLogger(__name__)
+
+#: Largest difference of an output, relative to the largest output, that passes.
+TOLERANCE = 1e-4
+
+
+def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
+    """Return the caller's example inputs, or two images that are always the same, in the model's type on its device.
+
+    None is returned, with a warning, if nothing says what the model takes.
+
+    Raises:
+        ValueError: if a model of transformers does not say it, or the caller's inputs hold no tensor.
+    """
+    if example_inputs is None:
+        shape = _image_shape(model)
+        if shape is None and is_of_transformers(model):
+            raise ValueError(
+                f"The config of this {type(model).__name__} does not say which images the model takes: pass "
+                "example_inputs, as {'pixel_values': torch.randn(2, 3, 224, 224)}."
+            )
+        if shape is None:
+            _logger.warning(
+                f"This {type(model).__name__} does not state its inputs, so its outputs are not compared: pass "
+                "example_inputs."
+            )
+            return None
+        example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    like = next(model.parameters(), torch.empty(0))
+    inputs = _map(
+        example_inputs, lambda tensor: tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
+    )
+    if not _tensors(inputs):
+        raise ValueError(
+            "example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict of them by name."
+        )
+    return inputs
+
+
+def _image_shape(model: Any) -> tuple[int, ...] | None:
+    """Return (channels, height, width) of the images that a model takes, or None if it does not say."""
+    if is_of_timm(model):
+        return model_input_size(model)
+    if not is_of_transformers(model):
+        size = getattr(model, "image_size", None)  # of torchvision's VisionTransformer
+        return (3, size, size) if type(size) is int else None
+    if model.main_input_name == "pixel_values":
+        for config in (model.config, getattr(model.config, "vision_config", None)):
+            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+            if size and channels:
+                return channels, *((size, size) if isinstance(size, int) else size)
+    return None
+
+
+def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
+    """Run a model before its export; None without inputs.
+
+    Raises:
+        ValueError: if a model that timm did not make does not run on the inputs, or an output is NaN or Inf.
+    """
+    if inputs is None:
+        return None
+    try:
+        expected = outputs(model, inputs)
+    except Exception as error:
+        if is_of_timm(model):
+            raise
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(inputs))
+        raise ValueError(
+            f"This {type(model).__name__} does not run on inputs of shape {shapes}; pass example_inputs that it takes. "
+            f"It says: {first_problem(error)}"
+        ) from error
+    if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in _tensors(expected)):
+        raise ValueError(
+            "The model's weights are finite, but its outputs on random images hold NaN or Inf; pass --allow-nonfinite "
+            "(allow_nonfinite=True) to export it all the same."
+        )
+    return expected
+
+
+@torch.inference_mode()
+def outputs(model: nn.Module, inputs: Any) -> Any:
+    """Put a model in eval mode and run it in the type and on the device of its inputs."""
+    first = _tensors(inputs)[0]
+    if any((tensor.device, tensor.dtype) != (first.device, first.dtype) for tensor in model.parameters()):
+        model = _moved(copy.deepcopy(model), inputs)  # the weights may be the caller's
+    model.eval()
+    with torch.random.fork_rng([first.device] if first.is_cuda else []):
+        torch.manual_seed(0)  # some routers draw noise in eval mode too, and some models a mask
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
+    """Return the largest difference of a loaded model's outputs from the expected ones; None if there are no outputs.
+
+    Raises:
+        ValueError: if it is too large, or the outputs differ in number or shape.
+    """
+    if inputs is None:
+        return None
+    if not _tensors(expected):
+        _logger.warning("The model's outputs hold no tensors, so they are not compared.")
+        return None
+    pairs = _tensors(expected), _tensors(outputs(_moved(loaded, inputs), inputs))
+    if [tensor.shape for tensor in pairs[0]] != [tensor.shape for tensor in pairs[1]]:
+        raise ValueError("The exported model's outputs are not as many as the source's, or of other shapes.")
+    return max(map(_difference, *pairs))
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    if equal_with_nan(expected, actual):
+        return 0.0
+    if not expected.is_floating_point():
+        expected, actual = expected.double(), actual.double()
+    difference = (expected - actual).abs().max().item()
+    if not difference <= TOLERANCE * expected.abs().max().item():
+        raise ValueError(
+            f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written."
+        )
+    return difference
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to each tensor in a nest of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map(part, function) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_map(part, function) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """List the tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        value = vars(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _moved(model: nn.Module, inputs: Any) -> nn.Module:
+    """Move a model to the device and type of its inputs, in place."""
+    tensors = _tensors(inputs)
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    return model.to(device=tensors[0].device, dtype=dtype)

@@ -1,0 +1,193 @@
+"""Records of routers: their losses in training forwards, which wait until someone adds them to the training loss.
+
+1. A router takes a record at each call in training with gradients, but not in backward, where checkpointing repeats it.
+2. Records wait in ``router.records`` until ``auxiliary_loss`` adds their losses, which clears the list.
+3. A forward of the model drops the records that wait, but within a training task the forwards gather.
+4. A part of the model that is called alone (``forward_features``) announces no forward, so its records gather.
+5. After the losses of an announced forward were added, records are ignored until the next one or an optimizer step:
+   compiled code cannot ask whether backward is running.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
+
+from .router import Router
+
+#: torch 2.6 has no such function.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+#: Never entered: only asked whether backward is running.
+_tracker = ModuleTracker()
+#: Records that gather at most: as many as several forwards of the deepest models whose blocks share a router.
+MOST_WAITING = 256
+
+
+def in_backward() -> bool:
+    """Whether backward is running, as when gradient checkpointing repeats a forward; compiled code cannot ask."""
+    return not torch.compiler.is_compiling() and _tracker.is_bw
+
+
+class RouterRecord(NamedTuple):
+    """Losses and statistics of one training forward of a router.
+
+    Attributes:
+        losses: mean over the groups of each loss by name, without its weight, detached.
+        weighted_loss: weighted sum of the losses, for the training loss; None if there are no weights.
+        load: (E,) number of choices of each expert, dropped choices included.
+        dropped: () number of choices beyond the capacities.
+        finite: () whether all logits were finite numbers.
+    """
+
+    losses: dict[str, Tensor]
+    weighted_loss: Tensor | None
+    load: Tensor
+    dropped: Tensor
+    finite: Tensor
+
+
+class RecordingRouter(Router):
+    """Base class of routers with losses; see the top of this file for when a record is taken.
+
+    Args:
+        num_experts: E.
+        loss_weights: weight of each loss by name; a loss without a weight is not computed.
+
+    Attributes:
+        records: records whose losses wait, in the order of the calls.
+        discarded: whether a forward dropped losses that waited, since the last optimizer step.
+        totals: sums over the records whose losses were added, see :mod:`timm_moe.training.router_losses`.
+    """
+
+    def __init__(self, num_experts: int, loss_weights: dict[str, float]):
+        super().__init__(num_experts)
+        self.loss_weights = loss_weights
+        self.totals: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the records; the next forward starts from nothing."""
+        self.records: list[RouterRecord] = []
+        self.discarded = False
+        self.is_gathering = False
+        self._announced = False  # a forward of the model, or a task, began since the last optimizer step
+        self._recorded = False  # a record was taken since it began
+        self._added = False  # its losses were added, so that later records are repetitions
+        self._unclaimed = 0  # records that waited at the last step of an optimizer which does not train this router
+
+    def begin_forward(self) -> None:
+        """Drop the losses that wait, if the model begins a training forward outside of a task."""
+        if not self.is_gathering and self.is_recording() and not in_backward():
+            discarded = self.discarded or self.has_pending_losses()
+            self.forget()
+            self._announced, self.discarded = True, discarded
+
+    def begin_task(self) -> None:
+        """Drop the records, and gather from now on."""
+        self.forget()
+        self.is_gathering = self._announced = True
+
+    def end_task(self) -> None:
+        """Stop gathering: another forward replaces the records of the task."""
+        self.is_gathering, self._announced = False, bool(self.records)
+
+    def waiting(self) -> list[RouterRecord]:
+        """The records whose losses wait."""
+        return [] if self._added else self.records
+
+    def take(self) -> list[RouterRecord]:
+        """Return the records that wait and clear the list: their losses are added now."""
+        records, self.records, self._unclaimed = self.waiting(), [], 0
+        self._added |= self._announced and len(records) > 0
+        return records
+
+    def has_pending_losses(self) -> bool:
+        """Whether losses with a gradient wait."""
+        return any(map(_has_gradient, self.waiting()))
+
+    def end_step(self) -> None:
+        """Clear the list as an optimizer that trains this router steps; the caller has looked for pending losses."""
+        self.records, self._unclaimed = [], 0
+        self.discarded = self._announced = self._added = False
+
+    def end_other_step(self) -> None:
+        """Drop the records that waited at two steps of optimizers which do not train this router: nobody adds them."""
+        if not self._announced and self.has_pending_losses():
+            if self._unclaimed:
+                self._drop_oldest(self._unclaimed)
+            self._unclaimed = len(self.records)
+
+    def _drop_oldest(self, number: int) -> None:
+        self.records = self.records[number:]
+        self._unclaimed = max(self._unclaimed - number, 0)
+        warnings.warn(
+            "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. Where "
+            "routers are not to be trained, call eval() on them or freeze them with requires_grad_(False); else add "
+            "timm_moe.auxiliary_loss(model) to the loss after each forward.",
+            stacklevel=3,
+        )
+
+    def is_recording(self) -> bool:
+        """Whether this is training, with gradients.
+
+        Raises:
+            RuntimeError: in training, where the losses would be lost: in a trace or export, under nn.DataParallel.
+        """
+        if not self.training:
+            return False
+        if torch.jit.is_tracing():
+            raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
+        if is_exporting():
+            raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
+        return torch.is_grad_enabled()
+
+    def record(self, losses: dict[str, Tensor], load: Tensor, dropped: Tensor, finite: Tensor) -> None:
+        """Take a record; the arguments are the fields of :class:`RouterRecord`, the losses with their gradients.
+
+        Raises:
+            RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
+        """
+        if in_backward():  # leave out the record alone: checkpointing expects the same operators again
+            if losses and not self._recorded:
+                raise RuntimeError(
+                    "Reentrant gradient checkpointing loses the routers' losses: give it use_reentrant=False."
+                )
+            return
+        # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
+        if not torch.compiler.is_compiling() and self._added:
+            return
+        self._recorded = True
+        weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
+        record = RouterRecord(
+            losses={name: loss.detach() for name, loss in losses.items()},
+            weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
+            load=load,
+            dropped=dropped,
+            finite=finite,
+        )
+        # Without losses to add, nobody may ever come for the records, so they must not pile up.
+        self.records = [*self.records, record] if _has_gradient(record) else [record]
+        if len(self.records) > MOST_WAITING and not self._announced:
+            self._drop_oldest(1)
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy or a pickle must hold no graph
+        return {**self.__dict__, "records": [], "totals": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget()
+
+
+def _has_gradient(record: RouterRecord) -> bool:
+    return record.weighted_loss is not None and record.weighted_loss.requires_grad
+
+
+def begin_forward(module: nn.Module, *args: Any) -> None:
+    """Announce a forward of a model to its routers; a forward pre-hook."""
+    for router in module.modules():
+        if isinstance(router, RecordingRouter):
+            router.begin_forward()

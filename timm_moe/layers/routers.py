@@ -1,0 +1,452 @@
+"""The routers: each decides which rows go to which expert.
+
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, B images (entries of the
+batch) of a group, N rows of an image, M members of an ensemble.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_choice, check_flag, check_integer, check_number
+from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
+from .functional import no_autocast
+from .losses import balance_loss, importance_loss, load_loss
+from .router import Router
+from .router_records import RecordingRouter
+
+LOSSES = ("importance", "load", "balance", "balance_top_k")
+#: Factors of the chosen experts: their gates, all one, or their gates divided by the sum of these.
+GATE_MODES = ("prob", "one", "renorm")
+
+
+class RandomPartition(Router):
+    """Random uniform partition of all rows over the experts, a new one in each call (EWA, section 3.1, eqs. 4-5).
+
+    The parts have equal size; if E does not divide T, the first ``T % E`` experts get one row more. The permutation
+    comes from torch's global generator of the rows' device. Gradient checkpointing has to restore the generator's state
+    (``preserve_rng_state=True``, its default), or the gradients are wrong.
+
+    Args:
+        num_experts: E.
+    """
+
+    depends_on_input = False
+
+    def forward(self, x: Tensor) -> Routing:
+        """Partition the rows of x of shape (..., D)."""
+        rows = math.prod(x.shape[:-1])
+        quotient, remainder = rows // self.num_experts, rows % self.num_experts  # torch.compile knows no divmod
+        number = torch.arange(1, self.num_experts + 1, device=x.device)
+        token_indices = torch.randperm(rows, device=x.device)
+        slots = torch.empty_like(token_indices)
+        slots[token_indices] = torch.arange(rows, device=x.device)
+        return Routing(token_indices, number * quotient + number.clamp(max=remainder), slots.unsqueeze(1), None)
+
+
+class TopKRouter(RecordingRouter):
+    """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
+
+    The gate is the softmax over all experts, taken before the choice. Logits, gates and losses are computed in float32
+    at least, under autocast too.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        top_k: K, experts of each row.
+        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the logits.
+        capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices of a group, and
+            further ones are dropped; None to drop nothing.
+        eval_capacity_factor: the same in eval mode.
+        capacity_multiple: the capacity is rounded up to a multiple of this.
+        capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
+        batch_priority: rows with a larger first gate queue first, instead of in their order.
+        group_images: entries of the batch that share queues, capacities and losses; by default all. In eval mode a
+            batch that they do not divide is one group.
+        loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of first choices) and
+            ``"balance_top_k"`` (of all choices), 0 if not given.
+        gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
+            its losses alone; ``"renorm"``, its gate divided by the sum of the chosen experts' gates.
+
+    Subclasses change the experts among which a row chooses (``_logits``, ``_experts``), the groups (``_groups``,
+    ``_loss_groups``, ``_capacity``) and when there is noise (``_is_noisy``).
+
+    Attributes:
+        weight: (E, D) parameter.
+
+    Raises:
+        ValueError: on an option outside its range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        noise_std: float = 0.0,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        capacity_multiple: int = 4,
+        capacity_rounding: str = "ceil",
+        batch_priority: bool = False,
+        group_images: int | None = None,
+        loss_weights: Mapping[str, float] | None = None,
+        gate_mode: str = "prob",
+    ):
+        loss_weights = dict(loss_weights or {})
+        check_integer("top_k", top_k, 1, num_experts)
+        check_number("noise_std", noise_std, 0)
+        check_number("capacity_factor", capacity_factor, 0, above=True, or_none=True)
+        check_number("eval_capacity_factor", eval_capacity_factor, 0, above=True, or_none=True)
+        check_integer("capacity_multiple", capacity_multiple, 1)
+        check_integer("group_images", group_images, 1, or_none=True)
+        check_flag("batch_priority", batch_priority)
+        check_choice("capacity_rounding", capacity_rounding, ROUNDINGS)
+        check_choice("gate_mode", gate_mode, GATE_MODES)
+        for name, weight in loss_weights.items():
+            if name not in LOSSES:
+                raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
+            check_number(f"The weight of the {name} loss", weight, 0)
+        if loss_weights.get("load") and not noise_std:
+            raise ValueError(
+                "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
+            )
+        super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight})
+        self.top_k = top_k
+        self.noise_std = noise_std
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.capacity_multiple = capacity_multiple
+        self.capacity_rounding = capacity_rounding
+        self.batch_priority = batch_priority
+        self.group_images = group_images
+        self.gate_mode = gate_mode
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def experts_of_row(self) -> int:
+        """Number of experts that a row goes to."""
+        return self.top_k
+
+    @contextmanager
+    def dropping_nothing(self) -> Iterator[None]:
+        """Suspend the capacity of eval mode."""
+        factor, self.eval_capacity_factor = self.eval_capacity_factor, None
+        try:
+            yield
+        finally:
+            self.eval_capacity_factor = factor
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, ..., D).
+
+        Raises:
+            ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
+            RuntimeError: as :meth:`is_recording`.
+        """
+        batch, rows = x.shape[0], math.prod(x.shape[1:-1])
+        groups = self._groups(batch)
+        x_GBND = x.reshape(groups, batch // groups, rows, x.shape[-1])
+        capacity = self._capacity(batch // groups * rows)
+        with no_autocast(x):
+            logits_GBNE = self._logits(x_GBND)
+            noisy_GBNE = self._with_noise(logits_GBNE)
+            gate_GBNE = noisy_GBNE.softmax(3)
+            chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
+            expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
+            routing = self._assign(expert_GSK, chosen_GBNK.flatten(1, 2), capacity)
+            if self.is_recording():
+                expert_N = expert_GSK.flatten()
+                tokens_per_expert = expert_N.new_zeros(self.num_experts)
+                tokens_per_expert = tokens_per_expert.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+                self.record(
+                    self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
+                    load=tokens_per_expert,
+                    dropped=tokens_per_expert.sum() - routing.offsets[-1],
+                    finite=logits_GBNE.isfinite().all(),
+                )
+        return routing
+
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        return self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])).softmax(3).flatten(0, 2)
+
+    def _assign(self, expert_GSK: Tensor, gate_GSK: Tensor, capacity: int | None) -> Routing:
+        factor_GSK = gate_GSK
+        if self.gate_mode == "one":
+            factor_GSK = torch.ones_like(gate_GSK)
+        elif self.gate_mode == "renorm":
+            factor_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
+        if capacity is None:
+            return assign_all(expert_GSK.flatten(0, 1), factor_GSK.flatten(0, 1), self.num_experts)
+        line = queue(expert_GSK, self.num_experts, gate_GSK[..., 0] if self.batch_priority else None)
+        return assign(expert_GSK, factor_GSK, line, capacity)
+
+    def _groups(self, batch: int) -> int:
+        size = self.group_images
+        if size is None or (batch % size and not self.training):
+            return 1
+        if batch % size:
+            allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
+            raise ValueError(
+                f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
+            )
+        return max(1, batch // size)
+
+    def _logits(self, x_GBND: Tensor) -> Tensor:
+        """(G, B, N, E) logits of the experts among which a row chooses."""
+        dtype = torch.promote_types(x_GBND.dtype, torch.float32)
+        return nn.functional.linear(x_GBND.to(dtype), self.weight.to(dtype))
+
+    def _experts(self, choice_GBNK: Tensor) -> Tensor:
+        """The chosen experts, counted among all experts."""
+        return choice_GBNK
+
+    def _loss_groups(self, x_GBN: Tensor) -> Tensor:
+        """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
+        return x_GBN.flatten(1, 2)
+
+    def _is_noisy(self) -> bool:
+        return self.training
+
+    def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
+        if not (self.noise_std and self._is_noisy()):
+            return logits_GBNE
+        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
+
+    def _capacity(self, rows: int) -> int | None:
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        if factor is None or factor >= self.num_experts or rows == 0:
+            return None  # a row chooses an expert at most once
+        capacity = expert_capacity(
+            rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
+        )
+        return at_most(capacity, rows)
+
+    def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
+        """Mean over the groups of each loss that has a weight; zero for an empty batch."""
+        if logits_GSE.shape[1] == 0:
+            return dict.fromkeys(self.loss_weights, logits_GSE.sum())
+        std = self.noise_std / logits_GSE.shape[2]
+        losses = {
+            "importance": lambda: importance_loss(logits_GSE.softmax(2)),
+            "load": lambda: load_loss(logits_GSE, noisy_GSE, choice_GSK[..., -1], std),
+            "balance": lambda: balance_loss(gate_GSE, choice_GSK[..., :1]),
+            "balance_top_k": lambda: balance_loss(gate_GSE, choice_GSK),
+        }
+        return {name: losses[name]().mean() for name in self.loss_weights}
+
+    def extra_repr(self) -> str:
+        shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
+        options = [f"{name}={value}" for name in shown if (value := getattr(self, name))]
+        return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
+
+
+class ImageRouter(TopKRouter):
+    """Sends all rows of an image to the K experts that its class token chooses (ViMoE, arXiv 2410.15732, section 3.1).
+
+    Arguments as :class:`TopKRouter`; capacities, groups and losses count images.
+    """
+
+    routing_unit = "image"
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, N, D) by the first row of each image.
+
+        Raises:
+            ValueError: if x has another number of dimensions, and as :class:`TopKRouter`.
+        """
+        if x.ndim != 3:
+            raise ValueError(
+                f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
+            )
+        rows = x.shape[1]
+        routing = super().forward(x[:, 0])
+        row = torch.arange(rows, device=x.device)
+        return Routing(
+            token_indices=(routing.token_indices.unsqueeze(1) * rows + row).flatten(),
+            offsets=routing.offsets * rows,
+            slots=routing.slots.repeat_interleave(rows, 0) * rows + row.repeat(x.shape[0]).unsqueeze(1),
+            gates=None if routing.gates is None else routing.gates.repeat_interleave(rows, 0),
+        )
+
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        of_images = super().probabilities(x[:, :1])
+        return None if of_images is None else of_images.repeat_interleave(x.shape[1], 0)
+
+
+class TiledRouter(TopKRouter):
+    """Base of the routers of a batch that holds each image M times in a row, once for each member of an ensemble.
+
+    Arguments as :class:`TopKRouter`; ``group_images`` counts images, each with its M entries.
+
+    Args:
+        ensemble_size: M.
+
+    Raises:
+        ValueError: as :class:`TopKRouter`.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
+        check_integer("ensemble_size", ensemble_size, 1)
+        super().__init__(dim, num_experts, top_k, **options)
+        self.ensemble_size = ensemble_size
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B M, ..., D), the entries of an image one after the other.
+
+        Raises:
+            ValueError: if M does not divide the batch; and as :class:`TopKRouter`.
+        """
+        _check_copies(x.shape[0], self.ensemble_size)
+        return super().forward(x)
+
+    def _groups(self, batch: int) -> int:
+        return super()._groups(batch // self.ensemble_size)
+
+    def extra_repr(self) -> str:
+        return f"ensemble_size={self.ensemble_size}, {super().extra_repr()}"
+
+
+class TilingRouter(TiledRouter):
+    """Lets every member choose among all experts, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
+
+    Members differ only by the noise on their logits, so it is added in eval mode too. Arguments as
+    :class:`TiledRouter`.
+
+    Raises:
+        ValueError: if there is no noise, and as :class:`TiledRouter`.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if not self.noise_std:
+            raise ValueError("The members of ensemble='tiling' differ by noise alone: give a noise_std above 0.")
+
+    def _is_noisy(self) -> bool:
+        return True
+
+    def routing_degree(self) -> int:
+        """Number of sets of experts for all members together."""
+        return super().routing_degree() ** self.ensemble_size
+
+
+class EnsembleRouter(TiledRouter):
+    """Gives each of the M members of an ensemble its own part of the experts (pBE, arXiv 2110.03360, section 4).
+
+    Member m chooses among experts m E/M to (m + 1) E/M - 1 as a separate router would: the softmax is over these
+    experts, the noise has a standard deviation of ``noise_std * M / E``, the capacity is for E/M experts and the rows
+    of one member, and losses are means over the members.
+
+    Arguments as :class:`TiledRouter`.
+
+    Raises:
+        ValueError: if M does not divide E, or K exceeds E/M; and as :class:`TopKRouter`.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
+        super().__init__(dim, num_experts, top_k, ensemble_size=ensemble_size, **options)
+        if num_experts % ensemble_size:
+            raise ValueError(
+                f"num_experts={num_experts} cannot be divided among the members of ensemble_size={ensemble_size}."
+            )
+        if top_k > num_experts // ensemble_size:
+            raise ValueError(
+                f"top_k={top_k} exceeds the {num_experts // ensemble_size} experts that each of the {ensemble_size} "
+                f"members has of num_experts={num_experts}."
+            )
+
+    def routing_degree(self) -> int:
+        """Number of sets of experts for all members together."""
+        return math.comb(self.num_experts // self.ensemble_size, self.top_k) ** self.ensemble_size
+
+    def _by_member(self, x_GBN: Tensor) -> Tensor:
+        return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
+
+    def _logits(self, x_GBND: Tensor) -> Tensor:
+        # Computing all experts' logits and keeping a member's own costs less than sorting rows by member.
+        logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(-1, (self.ensemble_size, -1))
+        return logits_GBMNME.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+    def _experts(self, choice_GBNK: Tensor) -> Tensor:
+        first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * (self.num_experts // self.ensemble_size)
+        return (self._by_member(choice_GBNK) + first_M.view(-1, 1, 1)).flatten(1, 2)
+
+    def _loss_groups(self, x_GBN: Tensor) -> Tensor:
+        return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def _capacity(self, rows: int) -> int | None:
+        capacity = super()._capacity(rows)
+        return None if capacity is None else at_most(capacity, rows // self.ensemble_size)
+
+
+class PartitionedRouter(EnsembleRouter):
+    """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning").
+
+    Like :class:`EnsembleRouter`, with every row in the part of every member.
+    """
+
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        """None: a row chooses in each part."""
+        return None
+
+    def experts_of_row(self) -> int:
+        """Number of experts that a row goes to, K in each part."""
+        return self.top_k * self.ensemble_size
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, ..., D)."""
+        members, rows = self.ensemble_size, math.prod(x.shape[1:-1])
+
+        def choices_of_row(per_member: Tensor) -> Tensor:
+            return per_member.view(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
+
+        copies, offsets, slots, gates = super().forward(x.repeat_interleave(members, 0))
+        token_indices = copies // (members * rows) * rows + copies % rows
+        return Routing(token_indices, offsets, choices_of_row(slots), None if gates is None else choices_of_row(gates))
+
+
+class MultiHeadRouter(TopKRouter):
+    """Gives each of the K choices of a row a copy of the row (pBE, naive multi-head MoE, eq. 2).
+
+    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The first copy decides.
+    Arguments as :class:`TopKRouter`.
+    """
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""
+        _check_copies(x.shape[0], self.top_k)
+        rows = math.prod(x.shape[1:-1])
+
+        def choice_of_copy(per_row: Tensor) -> Tensor:
+            return per_row.view(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
+
+        token_indices, offsets, slots, gates = super().forward(x[:: self.top_k])
+        slots = choice_of_copy(slots)
+        copies = torch.arange(slots.shape[0], device=x.device)
+        token_indices = torch.zeros_like(token_indices).scatter_(0, slots.flatten(), copies)
+        return Routing(token_indices, offsets, slots, None if gates is None else choice_of_copy(gates))
+
+
+def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest entries of the last dimension; unlike topk, the first of equal ones."""
+    if k == 1:
+        return gate.max(-1, keepdim=True)
+    rest, chosen = gate.detach(), []
+    for _ in range(k):  # ONNX has no stable sort
+        chosen.append(rest.argmax(-1, keepdim=True))
+        rest = rest.scatter(-1, chosen[-1], -torch.inf)
+    indices = torch.cat(chosen, -1)
+    return gate.gather(-1, indices), indices
+
+
+def _check_copies(batch: int, copies: int) -> None:
+    if batch % copies:
+        raise ValueError(f"A batch of {batch} does not hold each image {copies} times, once for each member.")

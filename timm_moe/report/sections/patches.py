@@ -1,0 +1,111 @@
+"""The pictures of a report: patches in the colours of their experts, and those that each expert is surest of."""
+
+import base64
+from collections.abc import Sequence
+from io import BytesIO
+
+from PIL import Image
+from torch import Tensor
+
+from ..observe import LayerObservation, Observation, Patch
+from ..page import Part
+
+#: Side in pixels of a picture on a sheet, and the largest side of an image that is shown.
+CELL, LARGEST = 48, 224
+
+
+def patches_part(seen: Observation) -> Part:
+    """The images that are shown, with the first choice of each patch."""
+    title = "Which patches go to which expert?"
+    layers = [layer for layer in seen.layers if layer.grid is not None]
+    if not layers:
+        text = "The rows of these layers are not patches of an image."
+        return Part(title, text, routes={"kind": "patches", "layers": []})
+    drawn = [
+        {
+            "name": f"{layer.name}, member {member + 1}" if layer.routes.members > 1 else layer.name,
+            "grid": layer.grid,
+            "experts": layer.routes.experts,
+            "expert": layer.expert_SMP[:, member].tolist(),
+            "gate": (100 * layer.gate_SMP[:, member]).round().int().tolist(),
+        }
+        for layer in layers
+        for member in range(layer.routes.members)
+    ]
+    labels = [
+        f"{seen.classes[seen.labels[number]]}, predicted {seen.classes[seen.predicted[number]]}"
+        for number in seen.shown
+    ]
+    images = [_data_uri(pixels) for pixels in seen.shown_pixels]
+    return Part(
+        title, _sentences(layers), routes={"kind": "patches", "images": images, "labels": labels, "layers": drawn}
+    )
+
+
+def _sentences(layers: Sequence[LayerObservation]) -> str:
+    text = "Each patch has the colour and number of its first choice, the more opaque the surer the router is."
+    if all(layer.by_image for layer in layers):
+        text += " An image goes to its experts as a whole, so all of its patches have one colour."
+    if any((layer.expert_SMP == layer.routes.experts).any() for layer in layers):
+        top_k = max(layer.routes.top_k for layer in layers)
+        choice = "its only choice" if top_k == 1 else f"the first of its {top_k} choices"
+        text += f" Of a patch without colour, {choice} found no place and was dropped."
+    members = max(layer.routes.members for layer in layers)
+    if members > 1:
+        text += f" The model has {members} members inside; the list has each one's choices."
+    return text
+
+
+def surest_part(seen: Observation) -> Part | None:
+    """The patches with the largest gates of each expert; None where the rows are not patches."""
+    layers = [layer for layer in seen.layers if any(layer.surest)]
+    if not layers:
+        return None
+    drawn = [
+        {
+            "name": layer.name,
+            "sheet": _sheet([[patch.pixels for patch in patches] for patches in layer.surest]),
+            "columns": max(map(len, layer.surest)),
+            "told": [_caption(patches, seen.classes) for patches in layer.surest],
+        }
+        for layer in layers
+    ]
+    if layers[0].by_image:
+        text = "The images with the largest gates."
+    else:
+        text = "The patches with the largest gates, with what is around them, at most one of an image."
+    return Part("What is each expert surest of?", text, routes={"kind": "surest", "layers": drawn})
+
+
+def _caption(patches: Sequence[Patch], classes: Sequence[str]) -> str:
+    if not patches:
+        return "never chosen first"
+    of = ", ".join(dict.fromkeys(classes[patch.label] for patch in patches))
+    return f"gates {patches[-1].gate:.2f} to {patches[0].gate:.2f}; of {of}"
+
+
+def _data_uri(pixels: Tensor) -> str:
+    """Bytes (3, H, W) as a ``data:`` address of a JPEG."""
+    image = _image(pixels)
+    image.thumbnail((LARGEST, LARGEST))
+    return _jpeg(image)
+
+
+def _sheet(rows: Sequence[Sequence[Tensor]]) -> str:
+    """Rows of pictures (3, H, W) as one, each a square of CELL pixels; white where a row has no more."""
+    whole = Image.new("RGB", (max(map(len, rows)) * CELL, len(rows) * CELL), "white")
+    for row, pictures in enumerate(rows):
+        for column, pixels in enumerate(pictures):
+            picture = _image(pixels).resize((CELL, CELL), Image.Resampling.BILINEAR)
+            whole.paste(picture, (column * CELL, row * CELL))
+    return _jpeg(whole)
+
+
+def _image(pixels: Tensor) -> Image.Image:
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def _jpeg(image: Image.Image) -> str:
+    stream = BytesIO()
+    image.save(stream, "JPEG", quality=75)
+    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()

@@ -1,0 +1,120 @@
+"""Similarity of the experts of a layer: of their weights, and of their outputs on the same rows.
+
+Shape suffixes: T rows, D width, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from timm.data import ImageDataset
+from torch import Tensor, nn
+
+from ...analysis.data import Inference, batches
+from ...convert.blocks import moe_layers, whole_experts
+from ...layers import MoeMlp, routing_to
+from ...training.epoch_log import relative_distance_to_mean
+from .. import charts
+from ..page import Part, Section
+
+#: Rows of a layer's input on which the outputs of its experts are compared, and images that they come from.
+ROWS, IMAGES = 512, 16
+#: Explains the distance of the experts from their mean.
+DISTANCE = (
+    "The distance is divided by the size (the norm) of that mean: at 0 all experts are equal, and near √(E - 1), for E "
+    "experts, they have nothing in common."
+)
+
+
+@dataclass(frozen=True)
+class ExpertSimilarity:
+    """Similarity of the experts of a layer.
+
+    Attributes:
+        layer: its name.
+        weights_EE: cosine of the weights of two experts.
+        outputs_EE: cosine of their outputs, on average over rows.
+        spread: see :func:`timm_moe.training.epoch_log.relative_distance_to_mean`.
+    """
+
+    layer: str
+    weights_EE: Tensor
+    outputs_EE: Tensor
+    spread: float | None
+
+
+@torch.inference_mode()
+def expert_similarity(
+    model: nn.Module, images: ImageDataset, inference: Inference | None = None
+) -> list[ExpertSimilarity]:
+    """Compare the experts of each layer of a model in eval mode.
+
+    Args:
+        model: from :func:`timm_moe.analysis.data.load_classifiers`.
+        images: some of them are run through the model, for the rows of each layer.
+        inference: settings of the forwards.
+    """
+    layers = moe_layers(model)
+    some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
+    rows: dict[str, Tensor] = {}
+
+    def keep(path: str, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x_TD = inputs[0].reshape(-1, inputs[0].shape[-1])
+        rows.setdefault(path, x_TD[:: max(1, len(x_TD) // ROWS)][:ROWS])
+
+    handles = [layer.register_forward_pre_hook(partial(keep, path)) for path, layer in layers.items()]
+    try:
+        for (x,), _ in batches([model], images, inference or Inference(), some):
+            model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    similarities = []
+    for path, layer in layers.items():
+        weights_ED = torch.cat([stacked.float().flatten(1) for stacked in whole_experts(layer).values()], 1)
+        outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
+        similarities.append(
+            ExpertSimilarity(
+                path,
+                _cosines(weights_ED.unsqueeze(1)),
+                _cosines(torch.stack(outputs)),
+                relative_distance_to_mean(layer),
+            )
+        )
+    return similarities
+
+
+def _output(layer: MoeMlp, expert: int, x_TD: Tensor) -> Tensor:
+    """Output of one expert for all rows."""
+    choice_T1 = torch.full((len(x_TD), 1), expert, device=x_TD.device)
+    routing = routing_to(choice_T1, torch.ones_like(choice_T1, dtype=x_TD.dtype), layer.num_experts)
+    return MoeMlp.forward(layer, x_TD, routing=routing)
+
+
+def _cosines(x_ETD: Tensor) -> Tensor:
+    """(E, E), means over the rows."""
+    unit_ETD = nn.functional.normalize(x_ETD, dim=2)
+    return torch.einsum("etd,ftd->ef", unit_ETD, unit_ETD).cpu() / x_ETD.shape[1]
+
+
+def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | None:
+    """The chart of all cosines; None of a model without expert layers."""
+    if not similarities:
+        return None
+    rows = [
+        {"of": f"{compared}, {layer.layer}", "expert": expert, "other": other, "value": cosine}
+        for compared in ("weights", "outputs")
+        for layer in similarities
+        for expert, cosines in enumerate(getattr(layer, f"{compared}_EE").tolist())
+        for other, cosine in enumerate(cosines)
+    ]
+    chart = charts.chosen(charts.heatmap(rows, "expert", "cosine", highest=1.0), "of", "compare")
+    distances = [f"{layer.layer} {layer.spread:.3g}" for layer in similarities if layer.spread is not None]
+    text = (
+        "The chart compares two experts by the cosine of their weights, or of their outputs on the same rows. 1 means "
+        "that they are the same, 0 that they have nothing to do with each other."
+    )
+    if distances:
+        text += f" Distance of the experts from their mean in this checkpoint: {'; '.join(distances)}. {DISTANCE}"
+    return Section("alike", "How alike are the experts?", [Part("Do the experts differ?", text, chart.to_dict())])

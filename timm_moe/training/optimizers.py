@@ -1,0 +1,89 @@
+"""Which expert layers an optimizer trains, and how its steps can be followed."""
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..layers import MoeMlp
+
+
+def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
+    """Select the layers that have a parameter among the optimizer's, be it their router's."""
+    trained = parameter_ids(optimizer)
+    return [layer for layer in layers if any(id(parameter) in trained for parameter in layer.parameters())]
+
+
+def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
+    """Select the layers whose experts are among the optimizer's parameters, or are computed from some of them."""
+    trained = parameter_ids(optimizer)
+    return [layer for layer in layers if any(id(source) in trained for source in _sources(layer))]
+
+
+def _sources(layer: MoeMlp) -> list[Tensor]:
+    """The parameters that the experts of a layer are, or are computed from."""
+    experts: list[Tensor] = [attrgetter(name)(layer) for name in layer.stacked_shapes]
+    if all(isinstance(stacked, nn.Parameter) for stacked in experts) and not layer.adapted():
+        return experts
+    own = layer.named_parameters()
+    return [parameter for name, parameter in own if name.partition(".")[0] not in ("router", "shared")]
+
+
+def parameter_ids(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters of an optimizer."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def with_hooks(optimizer: Any) -> Optimizer:
+    """The optimizer that really steps, with torch's step hooks.
+
+    Raises:
+        TypeError: if it is not a torch.optim.Optimizer.
+        ValueError: if its step was replaced before it had hooks.
+    """
+    while hasattr(optimizer, "step_was_skipped"):  # Accelerate's, whose step may be skipped: the one inside counts
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed.")
+    was_hooked = _is_hooked(optimizer)
+    _install_hooks(optimizer)
+    if not was_hooked and not hasattr(optimizer.step, "hooked"):
+        raise ValueError(
+            f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: make "
+            "the averaging right after the optimizer."
+        )
+    return optimizer
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
+
+
+def _install_hooks(optimizer: Optimizer) -> None:
+    """Give step hooks to an optimizer, and to those that it works by."""
+    if not _is_hooked(optimizer):
+        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this does, too.
+        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer) and not _is_hooked(inner):
+            _install_hooks(inner)
+
+
+def is_first_time(optimizer: Optimizer, warning: str) -> bool:
+    """Whether a warning was not given for this optimizer yet; it is noted on the optimizer, not in its state."""
+    given = vars(optimizer).setdefault("_timm_moe_warnings", set())
+    is_first = warning not in given
+    given.add(warning)
+    return is_first
+
+
+def is_primary() -> bool:
+    """Whether this process is the one that logs."""
+    return (
+        not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+        or torch.distributed.get_rank() == 0
+    )
