@@ -149,7 +149,7 @@ def name_at_the_root(node):
 
 
 def test_only_integrations_change_timm():
-    changing = {module_of(file) for file in FILES if list(changes_of_others(ast.parse(file.read_text())))}
+    changing = {module_of(file) for file in FILES if list(changes_of_others(tree_of(file)))}
     # Models enter themselves in their own module; of ewa's families that module exists in memory only.
     assert changing - {"models.ewa", "models.registration"} == {"integrations.timm", "integrations.transformers"}
     ewa = changes_of_others(ast.parse((PACKAGE / "models/ewa.py").read_text()))
@@ -240,7 +240,7 @@ def test_few_objects_change_while_a_process_runs():
     found = {
         f"{module_of(file)}.{name}"
         for file in FILES
-        for name in changing_objects(ast.parse(file.read_text()))
+        for name in changing_objects(tree_of(file))
         if not name.startswith("__")
     }
     assert found - CHANGING == set()
