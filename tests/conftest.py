@@ -17,13 +17,14 @@ settings.register_profile("timm_moe", deadline=None)  # a test may be slow on a 
 settings.load_profile("timm_moe")
 
 SLOWEST = (
-    "test_documents",
     "test_train_script",
     "test_hub",
     "test_autoload",
     "test_train_options",
-    "test_transformers",
     "test_models",
+    "test_ewa_families",
+    "test_transformers",
+    "test_documents",
 )
 #: Begins a file whose tests are all marked.
 CI_FILE = "\npytestmark = [pytest.mark.ci"
