@@ -1,5 +1,7 @@
 """Router losses in timm's training tasks, nested ones and those that fail."""
 
+import copy
+
 import pytest
 import torch
 from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, make_model
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import timm_moe
+from timm_moe.training import router_losses
 
 
 def test_a_task_begins_anew():
@@ -38,6 +41,20 @@ def test_a_task_adds_the_losses_of_every_call_of_the_model():
         result = task(images, targets)
     result["loss"].backward()
     assert_same(gradients(trained), gradients(by_hand))
+
+
+def test_a_task_may_add_the_losses_of_each_forward_by_itself():
+    images, _ = batch()
+    model = make_model()
+    views = (images, images.flip(3))
+    expected = [losses_by_hand(copy.deepcopy(model), view)[1] for view in views]
+    with router_losses.gathering(model):
+        added = []
+        for view in views:
+            model(view)
+            added.append(timm_moe.auxiliary_loss(model))
+    torch.testing.assert_close(added, expected)
+    assert timm_moe.auxiliary_loss(model) == 0
 
 
 def test_a_task_in_a_task_adds_them_once():

@@ -78,11 +78,15 @@ class RecordingRouter(Router):
         self._unclaimed = 0  # records that waited at the last step of an optimizer which does not train this router
 
     def begin_forward(self) -> None:
-        """Drop the losses that wait, if the model begins a training forward outside of a task."""
-        if not self.is_gathering and self.is_recording() and not in_backward():
+        """Drop the losses that wait as the model begins a training forward; within a task, keep them."""
+        if not self.is_recording() or in_backward():
+            return
+        if not self.is_gathering:
             discarded = self.discarded or self.has_pending_losses()
             self.forget()
             self._announced, self.discarded = True, discarded
+        elif self._added:  # the task adds the losses of each forward by itself
+            self.records, self._added = [], False
 
     def begin_task(self) -> None:
         """Drop the records, and gather from now on."""
