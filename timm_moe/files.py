@@ -86,8 +86,9 @@ def staged(output: str | Path) -> Iterator[Path]:
     output = _real(output)
     made = [parent for parent in output.parents if not parent.exists()]
     try:
-        with _naming(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
+        if made:  # else nothing outside the output is touched
+            with _naming(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
         inside, beside = f"{output}{os.sep}", str(output.with_name(f".{output.name}"))
         place, other = (inside, beside) if output.is_dir() else (beside, inside)
         _remove_leftovers(other)
