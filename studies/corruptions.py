@@ -80,6 +80,11 @@ class CorruptedReader:
         self._reader, self._corruption = reader, corruption
         self.root, self.class_to_idx, self.filename = reader.root, reader.class_to_idx, reader.filename
 
+    @property
+    def samples(self) -> "CorruptedReader":
+        """The pairs of a file and its label, as the evaluation reads them."""
+        return self
+
     def __len__(self) -> int:
         return len(self._reader)
 
