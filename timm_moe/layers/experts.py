@@ -48,8 +48,7 @@ class Stacked(StackedParameters):
     """Stands for a module inside the dense network, such as a linear layer."""
 
     def forward(self, name: str) -> Tensor:
-        """The stacked parameter of this name; called through PEFT's wrapper, with the adapters added."""
-        return getattr(self, name)
+        return getattr(self, name)  # called through PEFT's wrapper, which adds the adapters
 
 
 class Experts(StackedParameters):
@@ -61,9 +60,9 @@ class Experts(StackedParameters):
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
         num_experts: E.
-        init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the first
-            and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
-        dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
+        expert_init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the
+            first and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
+        expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
 
     Raises:
         ValueError: on an option outside its range, if ``ffn`` has buffers, or no dropout that can be set.
@@ -72,17 +71,19 @@ class Experts(StackedParameters):
     _ffn: nn.Module
     _grouped: nn.Module | None
 
-    def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same", dropout: float | None = None):
+    def __init__(
+        self, ffn: nn.Module, num_experts: int, expert_init: str = "same", *, expert_dropout: float | None = None
+    ):
         super().__init__(num_experts)
-        self.expert_init = init
+        self.expert_init = expert_init
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
-        check_choice("expert_init", init, EXPERT_INITS)
+        check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
         for path, parameter in ffn.named_parameters():
             module_path, _, name = path.rpartition(".")
-            stacked = _stack(parameter.detach(), num_experts, init)
+            stacked = _stack(parameter.detach(), num_experts, expert_init)
             module = self._submodule(module_path)
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
         # The structure of one expert, without weights. It is not a submodule, so that its parameters are not listed.
@@ -90,8 +91,8 @@ class Experts(StackedParameters):
         object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
-        if dropout is not None:
-            self._set_dropout(dropout)
+        if expert_dropout is not None:
+            self._set_dropout(expert_dropout)
         for path, module in dropouts(self._ffn):
             module_path, _, name = path.rpartition(".")
             self._submodule(module_path).add_module(name, module)
@@ -138,11 +139,7 @@ class Experts(StackedParameters):
         return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
 
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of all networks of the layer, stacked and detached.
-
-        Raises:
-            ValueError: if they have unmerged adapters.
-        """
+        """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
         self._require_merged(self.adapted())
         return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
 
@@ -159,15 +156,10 @@ class Experts(StackedParameters):
         return self._grouped is not None
 
     def run(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
-        """Apply each expert to its run of rows.
+        """Apply each expert to its run of rows; the runs end at ``end_E``.
 
-        Args:
-            x_ND: rows in expert order.
-            end_E: end of each expert's run.
-
-        Returns:
-            (N, width of the outputs), zero after the last run. An expert without rows has zero gradients, not None, as
-            data-parallel training needs.
+        The outputs, (N, width), are zero after the last run. An expert without rows has zero gradients, not None, as
+        data-parallel training needs.
         """
         if self._grouped is None:
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
@@ -195,10 +187,7 @@ class Experts(StackedParameters):
         return call(self._ffn, {name: mean_over_experts(stacked) for name, stacked in self.expert_weights()}, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
-        """A dense network of the original class that holds ``weights``, given by their dense names.
-
-        It has the dropout rates of the dense network, and trains the same parameters as the experts.
-        """
+        """A network of the original class and dropout rates, with these weights; trains the same as the experts."""
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
             ffn.get_submodule(path).p = rate  # type: ignore[assignment]
@@ -209,7 +198,7 @@ class Experts(StackedParameters):
 
     @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set the experts from a dense network, by the ``init`` that they were made with."""
+        """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
         for name, stacked in self.named_expert_parameters():
             stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))
 

@@ -60,13 +60,8 @@ class GroupedNorm(_Grouped):
 def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
     """The network with grouped modules instead of its linear layers and norms.
 
-    Args:
-        ffn: a network that maps each row by itself. Its modules without weights, such as dropouts, are shared.
-        num_experts: E.
-
-    Returns:
-        None if a module is not from a known library, has hooks or other weights, or chooses among its submodules:
-        such a network runs expert by expert.
+    It maps each row by itself; modules without weights, such as dropouts, are shared. None if a module is not from a
+    known library, has hooks or other weights, or chooses among its submodules: such a network runs expert by expert.
     """
     try:
         return _replace(ffn, num_experts)
@@ -82,13 +77,11 @@ def _replace(module: nn.Module, num_experts: int) -> nn.Module:
     if not module._parameters and not module._modules:
         return module
     is_known = type(module).__module__.partition(".")[0] in _LIBRARIES
-    if not is_known or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise KeyError(module)
     if type(module) is nn.Linear:
         return GroupedLinear(module, num_experts)
-    if type(module).__name__ in _NORMS:
+    if is_known and type(module).__name__ in _NORMS:
         return GroupedNorm(module, num_experts)
-    if module._parameters:
+    if not is_known or module._parameters or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise KeyError(module)
     copied = copy.copy(module)
     copied._modules = {

@@ -24,7 +24,7 @@ class MoeMlp(Experts):
         ffn: the dense network to replace.
         router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the E experts.
         num_experts: E.
-        expert_init: see :class:`Experts`, as for ``expert_dropout``.
+        expert_init, expert_dropout: see :class:`Experts`.
 
     Attributes:
         path: name of the layer in its model, for messages.
@@ -37,16 +37,8 @@ class MoeMlp(Experts):
     fused: ClassVar[bool] = False
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
 
-    def __init__(
-        self,
-        ffn: nn.Module,
-        router: nn.Module,
-        num_experts: int,
-        expert_init: str = "same",
-        *,
-        expert_dropout: float | None = None,
-    ):
-        super().__init__(ffn, num_experts, expert_init, expert_dropout)
+    def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
+        super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
         self.path = ""
         register(self)
@@ -84,11 +76,7 @@ class MoeMlp(Experts):
             state_dict.setdefault(name, value)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set the experts from a dense network, and reset the router.
-
-        Raises:
-            RuntimeError: if the router has parameters, but no ``reset_parameters``.
-        """
+        """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
         super().reset_from_dense(ffn)
         reset = getattr(self.router, "reset_parameters", None)
         if callable(reset):
@@ -99,13 +87,12 @@ class MoeMlp(Experts):
             )
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
-        """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing.
-
-        Raises:
-            ValueError: if something wraps a router that has losses.
-        """
-        if not isinstance(self.router, Router):
-            self._require_own_router()
+        """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
+        if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
+            raise ValueError(  # since the router's losses would be hidden from auxiliary_loss
+                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
+                "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
+            )
         routing = self.router(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
         if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
@@ -125,14 +112,6 @@ class MoeMlp(Experts):
             gate_T1 = torch.where(is_chosen_TK, gate_TK, 0).sum(1, keepdim=True).to(output.dtype)
             weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))  # Inf of others aside
         return sum(weighted[1:], start=weighted[0])
-
-    def _require_own_router(self) -> None:
-        """Refuse a wrapper around the router, which would hide its losses from ``auxiliary_loss``."""
-        if any(isinstance(module, RecordingRouter) for module in self.router.modules()):
-            raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
-                "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
-            )
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise RuntimeError(
@@ -215,6 +194,4 @@ class EwaMlp(MoeMlp):
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
-        if not self.training:
-            return self.run_mean(x)
-        return super().forward(x, routing=routing)
+        return super().forward(x, routing=routing) if self.training else self.run_mean(x)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
+from .dispatch import ROUNDINGS, Routing, assign, assign_all, expert_capacity, queue
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .router import Router
 from .router_records import RecordingRouter
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
-#: Factors of the chosen experts: their gates, all one, or their gates divided by the sum of these.
+#: Options that a printed router shows if they are set.
+SHOWN = ("ensemble_size", "noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
 GATE_MODES = ("prob", "one", "renorm")
 
 
@@ -74,6 +75,8 @@ class TopKRouter(RecordingRouter):
         ValueError: on an option outside its range.
     """
 
+    noisy_in_eval = False
+
     def __init__(
         self,
         dim: int,
@@ -117,6 +120,7 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
+        self.part_size = num_experts  # experts among which a row chooses
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
 
@@ -148,7 +152,9 @@ class TopKRouter(RecordingRouter):
         capacity = self._capacity(batch // groups * rows)
         with no_autocast(x):
             logits_GBNE = self._logits(x_GBND)
-            noisy_GBNE = self._with_noise(logits_GBNE)
+            noisy_GBNE = logits_GBNE
+            if self.noise_std and (self.training or self.noisy_in_eval):
+                noisy_GBNE = logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
             gate_GBNE = noisy_GBNE.softmax(3)
             chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
             expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
@@ -196,20 +202,14 @@ class TopKRouter(RecordingRouter):
         """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
         return x_GBN.flatten(1, 2)
 
-    def _is_noisy(self) -> bool:
-        return self.training
-
-    def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
-        if not (self.noise_std and self._is_noisy()):
-            return logits_GBNE
-        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
-
     def _capacity(self, rows: int) -> int | None:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor is None or factor >= self.num_experts or rows == 0:
             return None  # a row chooses an expert at most once
         choices, rounding = rows * self.top_k, self.capacity_rounding
-        return at_most(expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple), rows)
+        capacity = expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple)
+        most = rows * self.part_size // self.num_experts  # rows that may choose one expert; a tensor in a trace
+        return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
 
     def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight; zero for an empty batch."""
@@ -225,8 +225,7 @@ class TopKRouter(RecordingRouter):
         return {name: losses[name]().mean() for name in self.loss_weights}
 
     def extra_repr(self) -> str:
-        shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
-        options = [f"{name}={value}" for name in shown if (value := getattr(self, name))]
+        options = [f"{name}={value}" for name in SHOWN if (value := getattr(self, name, None))]
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
 
 
@@ -269,6 +268,9 @@ class TiledRouter(TopKRouter):
         super().__init__(dim, num_experts, top_k, **options)
         self.ensemble_size = ensemble_size
 
+    def routing_degree(self) -> int:
+        return math.comb(self.part_size, self.top_k) ** self.ensemble_size
+
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B M, ..., D), the entries of an image one after the other."""
         _check_copies(x.shape[0], self.ensemble_size)
@@ -277,9 +279,6 @@ class TiledRouter(TopKRouter):
     def _groups(self, batch: int) -> int:
         return super()._groups(batch // self.ensemble_size)
 
-    def extra_repr(self) -> str:
-        return f"ensemble_size={self.ensemble_size}, {super().extra_repr()}"
-
 
 class TilingRouter(TiledRouter):
     """Lets every member choose among all experts, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
@@ -287,16 +286,12 @@ class TilingRouter(TiledRouter):
     Members differ only by the noise on their logits, so there must be noise, and it is added in eval mode too.
     """
 
+    noisy_in_eval = True
+
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         if not self.noise_std:
             raise ValueError("The members of ensemble='tiling' differ by noise alone: give a noise_std above 0.")
-
-    def _is_noisy(self) -> bool:
-        return True
-
-    def routing_degree(self) -> int:
-        return super().routing_degree() ** self.ensemble_size
 
 
 class EnsembleRouter(TiledRouter):
@@ -318,9 +313,6 @@ class EnsembleRouter(TiledRouter):
             )
         self.part_size = size
 
-    def routing_degree(self) -> int:
-        return math.comb(self.part_size, self.top_k) ** self.ensemble_size
-
     def _by_member(self, x_GBN: Tensor) -> Tensor:
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
 
@@ -335,10 +327,6 @@ class EnsembleRouter(TiledRouter):
 
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
         return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-
-    def _capacity(self, rows: int) -> int | None:
-        capacity = super()._capacity(rows)
-        return None if capacity is None else at_most(capacity, rows // self.ensemble_size)
 
 
 class PartitionedRouter(EnsembleRouter):
