@@ -70,7 +70,7 @@ def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
 
 
 def _replace(module: nn.Module, num_experts: int) -> nn.Module:
-    """The grouped form of a module; KeyError if it has none."""
+    """The grouped form of a module; KeyError if there is no such form."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(hooks) or "forward" in vars(module):
         raise KeyError(module)

@@ -62,7 +62,7 @@ class MoeMlp(Experts):
         elif f"{prefix}router.weight" in state_dict and not self.router.state_dict():
             difference, option = "'s experts in {} are routed, the model's are not", "router='top_k'"
         elif not hasattr(self, "shared") and any(name.startswith(f"{prefix}shared.") for name in state_dict):
-            difference, option = " has a shared expert in {}, the model has none", "shared_expert=True"
+            difference, option = " has a shared expert in {}, the model does not", "shared_expert=True"
         if difference:
             raise ValueError(f"The checkpoint{difference.format(path)}: create the model with {option}.")
         loaded = {name: state_dict.get(prefix + name) for name in self.stacked_shapes}
