@@ -21,9 +21,8 @@ class Routing(NamedTuple):
     Shapes do not depend on the choices, so no device synchronisation is needed.
 
     Attributes:
-        token_indices: (N,) row of the input in each slot of the experts' input: first the slots of expert 0, then those
-            of expert 1, ... A row appears once for each expert that keeps it. Slots past the last offset are padding;
-            their outputs are zero.
+        token_indices: (N,) row of the input in each slot of the experts' input, in the order of the experts. A row
+            appears once for each expert that keeps it. Slots past the last offset are padding; their outputs are zero.
         offsets: (E,) end of each expert's slots.
         slots: (T, K) slot of each choice of a row; at or after ``offsets[-1]`` for a dropped choice.
         gates: (T, K) factor of each choice's output, zero for a dropped choice; None for all ones.
@@ -40,15 +39,10 @@ class Routing(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """The queues of the experts, one in each group.
+    """The queues of the experts, one in each group."""
 
-    Attributes:
-        rank_GSK: position of each choice in the queue of its expert, from 0.
-        length_GE: choices in each queue.
-    """
-
-    rank_GSK: Tensor
-    length_GE: Tensor
+    rank_GSK: Tensor  # position of each choice in the queue of its expert, from 0
+    length_GE: Tensor  # choices in each queue
 
 
 def expert_capacity(
@@ -78,23 +72,18 @@ def expert_capacity(
     return math.ceil(capacity / multiple_of) * multiple_of
 
 
-def at_most(capacity: int, rows: int) -> int:
-    """The smaller of two numbers, which are tensors in a trace."""
-    return torch.minimum(capacity, torch.as_tensor(rows)) if isinstance(capacity, Tensor) else min(capacity, rows)
-
-
 def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> Queue:
     """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
 
-    Args:
-        expert_GSK: chosen experts, the first choice first.
-        num_experts: E.
-        priority_GS: if given, rows with a higher value go first, equal ones in row order (batch priority routing,
-            algorithm 2).
+    With priorities, rows of a higher one go first, equal ones in row order (batch priority routing, algorithm 2).
     """
     groups, rows, choices = expert_GSK.shape
     if priority_GS is not None:
-        visit_GSK = _descending(priority_GS).unsqueeze(2).expand_as(expert_GSK)
+        if torch.onnx.is_in_onnx_export():  # which has no stable sort, but a topk that takes the first of equal ones
+            visit_GS = priority_GS.topk(rows, dim=1).indices
+        else:
+            visit_GS = priority_GS.argsort(dim=1, descending=True, stable=True)
+        visit_GSK = visit_GS.unsqueeze(2).expand_as(expert_GSK)
         expert_GSK = expert_GSK.gather(1, visit_GSK)
     expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
     rank_GN, length_GE = (_ranks_by_count if in_plain_operators() else _ranks_by_sort)(expert_GN, num_experts)
@@ -102,13 +91,6 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     if priority_GS is not None:
         rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
     return Queue(rank_GSK, length_GE)
-
-
-def _descending(priority_GS: Tensor) -> Tensor:
-    """Indices of the rows of each group by descending priority, equal ones in their order."""
-    if torch.onnx.is_in_onnx_export():  # which has no stable sort, but a topk that takes the first of equal ones
-        return priority_GS.topk(priority_GS.shape[1], dim=1).indices
-    return priority_GS.argsort(dim=1, descending=True, stable=True)
 
 
 def _ranks_by_sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -128,13 +110,7 @@ def _ranks_by_count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
-    """Give each choice a slot of its expert; without capacities no queue is needed.
-
-    Args:
-        expert_TK: chosen experts.
-        gate_TK: their gates.
-        num_experts: E.
-    """
+    """Give each choice a slot of its expert; without capacities no queue is needed."""
     rows, choices = expert_TK.shape
     if in_plain_operators():
         return assign(expert_TK[None], gate_TK[None], queue(expert_TK[None], num_experts), rows)
@@ -146,17 +122,14 @@ def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
 
 
 def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> Routing:
-    """Give each choice that is within the capacity a slot of its expert.
-
-    Args:
-        expert_GSK: chosen experts.
-        gate_GSK: their gates.
-        line: from :func:`queue`.
-        capacity: choices that an expert takes of each group.
-    """
+    """Give each choice that is within the capacity of its expert in each group a slot of the expert."""
     groups, rows, _ = expert_GSK.shape
     num_experts = line.length_GE.shape[1]
-    num_slots = _number_of_slots(expert_GSK, groups * num_experts * capacity)
+    num_slots, allowed = expert_GSK.numel(), groups * num_experts * capacity
+    if expert_GSK.is_meta:  # where costs are counted: all slots, used or not, as in V-MoE's implementation
+        num_slots = allowed
+    elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        num_slots = min(num_slots, allowed + 1)  # one of padding
     kept_EG = line.length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
     slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
@@ -168,30 +141,13 @@ def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> 
     return Routing(token_indices, kept_EG.sum(1).cumsum(0), slot_GSK.flatten(0, 1), gate_GSK.flatten(0, 1))
 
 
-def _number_of_slots(expert_GSK: Tensor, allowed: int) -> int:
-    """One slot for each choice; in eager mode, if that is fewer, those that the capacities allow and one of padding.
-
-    On the meta device, where costs are counted, all that they allow, used or not, as in V-MoE's implementation.
-    """
-    if expert_GSK.is_meta:
-        return allowed
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return expert_GSK.numel()
-    return min(expert_GSK.numel(), allowed + 1)
-
-
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
     return _apply(_Dispatch, x_TD, routing.token_indices, routing.slots, None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
-    """The sum of the experts' outputs for each row, weighted by the gates, (T, D); zero where all choices were dropped.
-
-    Args:
-        y_ND: outputs, one for each slot.
-        routing: the routing by which the rows were dispatched.
-    """
+    """(T, D): the sum of the experts' outputs for each row, weighted by the gates; zero if all choices were dropped."""
     return _apply(_Combine, y_ND, routing.token_indices, routing.slots, routing.gates)
 
 

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 
 
 class Tile:
-    """Forward pre-hook of a module: its input holds each image M times in a row (pBE, arXiv 2110.03360, section 4).
-
-    Args:
-        copies: M.
-    """
+    """Forward pre-hook of a module: its input holds each image M times in a row (pBE, arXiv 2110.03360, section 4)."""
 
     def __init__(self, copies: int):
         self.copies = copies
@@ -33,8 +29,7 @@ def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:
 class MemberLoss(nn.Module):
     """The mean loss of the members: every member's output is compared with its image's target (pBE, section 4.1).
 
-    Args:
-        criterion: any loss on outputs (B, C) and targets (B,) or (B, C).
+    The criterion is any loss on outputs (B, C) and targets (B,) or (B, C).
     """
 
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .checks import check_choice
 from .functional import call
 from .grouped import sizes_of_runs
-from .grouped_network import grouped_form, grouped_paths, keeps_zeros
+from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent")
 
@@ -48,56 +48,63 @@ class Stacked(StackedParameters):
     """Stands for a module inside the dense network, such as a linear layer."""
 
     def forward(self, name: str) -> Tensor:
-        """The stacked parameter of this name; called through PEFT's wrapper, with the adapters added."""
-        return getattr(self, name)
+        return getattr(self, name)  # called through PEFT's wrapper, which adds the adapters
 
 
 class Experts(StackedParameters):
     """E copies of a feed-forward network, stacked along a new first dimension.
 
-    Parameters keep the names they have in the dense network: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight``
-    of shape (E, H, D). Loading a dense state dict gives every expert a copy of it (sparse upcycling); loading the
-    state dict of an expert layer loads it unchanged. The dropouts inside are submodules, shared by all experts.
+    Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E, H, D). Loading a
+    dense state dict gives every expert a copy of it (sparse upcycling). The dropouts are submodules, shared by all.
 
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
         num_experts: E.
-        init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the first
-            and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
-        dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
+        expert_init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the
+            first and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
+        expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
 
     Raises:
-        ValueError: if ``num_experts`` is below 1, ``init`` is unknown, ``ffn`` has buffers, or ``dropout`` is given and
-            is not in [0, 1] or ``ffn`` has no dropout.
+        ValueError: on an option outside its range, if ``ffn`` has buffers, or no dropout that can be set.
     """
 
     _ffn: nn.Module
     _grouped: nn.Module | None
 
-    def __init__(self, ffn: nn.Module, num_experts: int, init: str = "same", dropout: float | None = None):
+    def __init__(
+        self, ffn: nn.Module, num_experts: int, expert_init: str = "same", *, expert_dropout: float | None = None
+    ):
         super().__init__(num_experts)
-        self.expert_init = init
+        self.expert_init = expert_init
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
-        check_choice("expert_init", init, EXPERT_INITS)
+        check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
         for path, parameter in ffn.named_parameters():
             module_path, _, name = path.rpartition(".")
-            stacked = _stack(parameter.detach(), num_experts, init)
+            stacked = _stack(parameter.detach(), num_experts, expert_init)
             module = self._submodule(module_path)
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
         # The structure of one expert, without weights. It is not a submodule, so that its parameters are not listed.
-        object.__setattr__(self, "_ffn", _without_weights(ffn))
-        #: Dropout rates of the dense network, if the experts have another rate.
-        self._dense_rates: dict[str, float] = {}
+        memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()}
+        object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
-        if dropout is not None:
-            self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
-            _set_dropout(self._ffn, dropout)
+        self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
+        if expert_dropout is not None:
+            self._set_dropout(expert_dropout)
         for path, module in dropouts(self._ffn):
             module_path, _, name = path.rpartition(".")
             self._submodule(module_path).add_module(name, module)
+
+    def _set_dropout(self, rate: float) -> None:
+        self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
+        if not self._dense_rates:
+            raise ValueError(f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set.")
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+            raise ValueError(f"expert_dropout must lie between 0 and 1, got {rate!r}.")
+        for _, dropout in dropouts(self._ffn):
+            dropout.p = float(rate)
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
@@ -108,8 +115,7 @@ class Experts(StackedParameters):
         return module
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The stacked parameters, named as in the dense network."""
-        # attrgetter, since the replicas that nn.DataParallel makes hold plain tensors
+        """The stacked parameters, named as in the dense network; plain tensors in replicas of nn.DataParallel."""
         return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
 
     def expert_weights(self) -> list[tuple[str, Tensor]]:
@@ -123,7 +129,7 @@ class Experts(StackedParameters):
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
-        paths = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._ffn.named_parameters())
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in self.stacked_shapes)
         return [path for path in paths if path and _has_adapters(attrgetter(path)(self))]
 
     @cached_property
@@ -133,11 +139,7 @@ class Experts(StackedParameters):
         return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
 
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of all networks of the layer, stacked and detached.
-
-        Raises:
-            ValueError: if they have unmerged adapters.
-        """
+        """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
         self._require_merged(self.adapted())
         return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
 
@@ -148,33 +150,28 @@ class Experts(StackedParameters):
                 "would be left out: merge first, model = model.merge_and_unload()."
             )
 
+    @property
+    def is_grouped(self) -> bool:
+        """True if the network runs once over the rows of all experts."""
+        return self._grouped is not None
+
     def run(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
-        """Apply each expert to its run of rows.
+        """Apply each expert to its run of rows; the runs end at ``end_E``.
 
-        Args:
-            x_ND: rows in expert order.
-            end_E: end of each expert's run.
-
-        Returns:
-            (N, width of the outputs), zero after the last run. An expert without rows has zero gradients, not None, as
-            data-parallel training needs.
+        The outputs, (N, width), are zero after the last run. An expert without rows has zero gradients, not None, as
+        data-parallel training needs.
         """
         if self._grouped is None:
-            return self._run_in_turn(x_ND, end_E)
-        ends = {f"{path}.end": end_E for path in grouped_paths(self._grouped)}
+            *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
+            outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
+            return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
+        ends = {name: end_E for name, _ in self._grouped.named_buffers()}
         tensors = {**dict(self.expert_weights()), **ends}
-        if keeps_zeros(self._ffn):
+        if type(self._ffn).__module__ == "timm.layers.mlp":  # its last layer is linear and leaves zeros there
             return call(self._grouped, tensors, x_ND)
         # A network that divides by a norm makes NaN of zeros: mask these rows and their gradients.
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
         return call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0)).masked_fill(is_after_N1, 0)
-
-    def _run_in_turn(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
-        """One expert after the other, for networks without a grouped form."""
-        sizes = sizes_of_runs(end_E, x_ND)
-        *runs, rest = x_ND.split(sizes)
-        outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
-        return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
 
     def each(self) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""
@@ -185,20 +182,12 @@ class Experts(StackedParameters):
             for expert in range(self.num_experts)
         ]
 
-    @property
-    def is_grouped(self) -> bool:
-        """True if the network runs once over the rows of all experts."""
-        return self._grouped is not None
-
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network of the experts' mean weights (EWA, eq. 7) to x of shape (..., D)."""
         return call(self._ffn, {name: mean_over_experts(stacked) for name, stacked in self.expert_weights()}, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
-        """A dense network of the original class that holds ``weights``, given by their dense names.
-
-        It has the dropout rates of the dense network, and trains the same parameters as the experts.
-        """
+        """A network of the original class and dropout rates, with these weights; trains the same as the experts."""
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
             ffn.get_submodule(path).p = rate  # type: ignore[assignment]
@@ -209,16 +198,12 @@ class Experts(StackedParameters):
 
     @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set the experts from a dense network, by the ``init`` that they were made with."""
+        """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
         for name, stacked in self.named_expert_parameters():
             stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))
 
     def init_weights(self) -> None:
-        """Refuse: only the model knows how a dense network is initialised.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse with a RuntimeError: only the model knows how a dense network is initialised."""
         raise RuntimeError(
             f"A {type(self).__name__} cannot initialise its experts by itself: call init_weights() of the model before "
             "convert_to_moe, or of a model that was created by the name of one with experts."
@@ -237,12 +222,11 @@ class Experts(StackedParameters):
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Recognise a wrapper of PEFT by its class, since wrappers of FSDP1 pass on attributes."""
-    return hasattr(type(module), "active_adapter")
+    return hasattr(type(module), "active_adapter")  # a wrapper of PEFT; FSDP1's wrappers pass on attributes
 
 
 def _autocast(stacked: Tensor) -> Tensor:
-    """Under autocast, matrices in its dtype: cast at once instead of expert by expert in each product."""
+    """Cast matrices to autocast's dtype at once, instead of expert by expert in each product."""
     device = stacked.device.type
     left_alone = stacked.ndim < 3 or stacked.dtype == torch.float64 or stacked.is_meta
     if left_alone or not torch.is_autocast_enabled(device):
@@ -256,39 +240,12 @@ def mean_over_experts(stacked: Tensor) -> Tensor:
 
 
 def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
-    if init == "same":
+    """Copies of an initial weight; or the weight and normal draws with its mean and standard deviation."""
+    if init == "same" or tensor.is_meta:
         return torch.stack([tensor] * num_experts)
-    return torch.stack([tensor, *(_redraw(tensor) for _ in range(num_experts - 1))])
-
-
-def _redraw(tensor: Tensor) -> Tensor:
-    """Draw normal numbers with the mean and standard deviation of an initial weight.
-
-    This keeps the scale of the model family's own initialisation, constants included.
-    """
-    if tensor.is_meta:
-        return tensor
-    return torch.empty_like(tensor).normal_(tensor.mean().item(), tensor.std(correction=0).item())
+    mean, std = tensor.mean().item(), tensor.std(correction=0).item()
+    return torch.stack([tensor, *(torch.empty_like(tensor).normal_(mean, std) for _ in range(num_experts - 1))])
 
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
-    """The dropouts of a network by name."""
     return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
-
-
-def _set_dropout(ffn: nn.Module, rate: float) -> None:
-    if next(dropouts(ffn), None) is None:
-        raise ValueError(f"A {type(ffn).__name__} has no dropout, so expert_dropout cannot be set.")
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
-        raise ValueError(f"expert_dropout must lie between 0 and 1, got {rate!r}.")
-    for _, dropout in dropouts(ffn):
-        dropout.p = float(rate)
-
-
-def _without_weights(module: nn.Module) -> nn.Module:
-    """A deep copy with parameters on the meta device, made without copying a weight."""
-    memo: dict[int, object] = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        for parameter in module.parameters()
-    }
-    return copy.deepcopy(module, memo)

@@ -35,8 +35,8 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str =
 
 
 def no_autocast(x: Tensor) -> Any:
-    """A context in which operators on x compute in the types of their inputs."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has no autocast
+    """A context in which operators on x compute in the types of their inputs; the meta device has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def in_plain_operators() -> bool:

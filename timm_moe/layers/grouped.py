@@ -24,7 +24,7 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
     Under autocast it computes in autocast's dtype, as ``torch.nn.functional.linear`` does.
 
     Args:
-        x_ND: rows, those of expert 0 first.
+        x_ND: rows in the order of the experts.
         weight_EHD: E times ``nn.Linear.weight``.
         bias_EH: E times ``nn.Linear.bias``, or None.
         end_E: integers that do not decrease, at most N.
@@ -60,10 +60,7 @@ def _outer(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[T
 
 
 def _needs_function(*tensors: Tensor | None) -> bool:
-    """Decide for an autograd function, which takes time and which torch.compile does not need.
-
-    In forward-mode differentiation it raises an error, where the bare operator would give zeros.
-    """
+    """Avoid an autograd function where it only takes time; in forward mode it raises, and the bare operator gives 0."""
     if torch.compiler.is_compiling():
         return False
     return torch.is_grad_enabled() or any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
@@ -126,12 +123,10 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
     biases = len(weights) * [None] if bias_EH is None else bias_EH.unbind()
     *outputs, rest = y_NH.split(sizes)
     for x, weight, bias, y, size in zip(x_ND.split(sizes), weights, biases, outputs, sizes, strict=False):
-        if not size:
-            continue
-        if bias is None:
-            torch.mm(x, weight, out=y)
-        else:
+        if size and bias is not None:
             torch.addmm(bias, x, weight, out=y)
+        elif size:
+            torch.mm(x, weight, out=y)
     rest.zero_()
     return y_NH
 
@@ -155,14 +150,10 @@ def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) ->
 
 
 def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
-    """Number of rows of each expert, and of rows after the last run; on a GPU the host waits for it.
-
-    On the meta device, where costs are counted, all experts have equally many.
-    """
+    """Number of rows of each expert (on meta equally many) and after the last run; on a GPU the host waits for it."""
     rows, experts = x_ND.shape[0], end_E.shape[0]
     ends = [rows * (expert + 1) // experts for expert in range(experts)] if end_E.is_meta else end_E.tolist()
-    ends = [0, *ends, rows]
-    return [end - start for start, end in itertools.pairwise(ends)]
+    return [end - start for start, end in itertools.pairwise([0, *ends, rows])]
 
 
 def _needs_no_sizes(x_ND: Tensor, other: Tensor) -> bool:
@@ -214,19 +205,14 @@ def _linear_of_shapes(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, 
 
 @torch.library.register_fake("timm_moe::grouped_outer")
 def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    experts, (height, width) = end_E.shape[0], (y_NH.shape[1], x_ND.shape[1])
-    return y_NH.new_empty(experts, height, width), y_NH.new_empty(experts, height if with_sum else 0)
+    experts, height = end_E.shape[0], y_NH.shape[1]
+    return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(experts, height if with_sum else 0)
 
 
 torch.library.register_autograd("timm_moe::grouped_linear", _Linear.backward, setup_context=_Linear.setup_context)
 torch.library.register_autograd("timm_moe::grouped_outer", _Outer.backward, setup_context=_Outer.setup_context)
 
 
-@register_flop_formula(torch.ops.timm_moe.grouped_linear)
-def _linear_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[1]
-
-
-@register_flop_formula(torch.ops.timm_moe.grouped_outer)
-def _outer_flops(y_shape: Any, x_shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * y_shape[0] * y_shape[1] * x_shape[1]
+@register_flop_formula([torch.ops.timm_moe.grouped_linear, torch.ops.timm_moe.grouped_outer])
+def _flops(first_shape: Any, second_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * first_shape[0] * first_shape[1] * second_shape[1]

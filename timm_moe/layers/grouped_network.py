@@ -17,10 +17,7 @@ _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
 
 
 class _Grouped(nn.Module):
-    """Base of the modules that replace one with weights: stacked weights, and the ends of the experts' runs.
-
-    All of these are placeholders without values, which :func:`timm_moe.layers.functional.call` fills in.
-    """
+    """Base of modules with stacked weights, and the ends of the experts' runs: placeholders that a call fills in."""
 
     end: Tensor
     weight: Tensor | None
@@ -30,16 +27,12 @@ class _Grouped(nn.Module):
         super().__init__()
         for name in ("weight", "bias"):
             parameter = module._parameters.get(name)
-            if parameter is not None:
-                stacked = torch.empty(num_experts, *parameter.shape, device="meta", dtype=parameter.dtype)
-                parameter = nn.Parameter(stacked)
-            self.register_parameter(name, parameter)
+            stacked = None if parameter is None else nn.Parameter(parameter.expand(num_experts, *parameter.shape))
+            self.register_parameter(name, stacked)
         self.register_buffer("end", torch.empty(num_experts, device="meta", dtype=torch.long))
 
 
 class GroupedLinear(_Grouped):
-    """E linear layers."""
-
     weight: Tensor
 
     def forward(self, x_ND: Tensor) -> Tensor:
@@ -47,9 +40,7 @@ class GroupedLinear(_Grouped):
 
 
 class GroupedNorm(_Grouped):
-    """E norms over the width, which differ only in their weights."""
-
-    plain: nn.Module
+    plain: nn.Module  # the norm without weights
 
     def __init__(self, module: nn.Module, num_experts: int):
         super().__init__(module, num_experts)
@@ -69,13 +60,8 @@ class GroupedNorm(_Grouped):
 def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
     """The network with grouped modules instead of its linear layers and norms.
 
-    Args:
-        ffn: a network that maps each row by itself. Its modules without weights, such as dropouts, are shared.
-        num_experts: E.
-
-    Returns:
-        None if a module is not from a known library, has hooks or other weights, or chooses among its submodules:
-        such a network runs expert by expert.
+    It maps each row by itself; modules without weights, such as dropouts, are shared. None if a module is not from a
+    known library, has hooks or other weights, or chooses among its submodules: such a network runs expert by expert.
     """
     try:
         return _replace(ffn, num_experts)
@@ -83,31 +69,19 @@ def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
         return None
 
 
-def keeps_zeros(ffn: nn.Module) -> bool:
-    """True for timm's Mlp and its kin: they end with a linear layer, which leaves the rows after the last run zero."""
-    return type(ffn).__module__ == "timm.layers.mlp"
-
-
-def grouped_paths(network: nn.Module) -> list[str]:
-    """Names of the grouped modules."""
-    return [path for path, module in network.named_modules() if isinstance(module, _Grouped)]
-
-
 def _replace(module: nn.Module, num_experts: int) -> nn.Module:
-    """The grouped form of a module; KeyError if it has none."""
+    """The grouped form of a module; KeyError if there is no such form."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(hooks) or "forward" in vars(module):
         raise KeyError(module)
     if not module._parameters and not module._modules:
         return module
     is_known = type(module).__module__.partition(".")[0] in _LIBRARIES
-    if not is_known or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise KeyError(module)
     if type(module) is nn.Linear:
         return GroupedLinear(module, num_experts)
-    if type(module).__name__ in _NORMS:
+    if is_known and type(module).__name__ in _NORMS:
         return GroupedNorm(module, num_experts)
-    if module._parameters:
+    if not is_known or module._parameters or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise KeyError(module)
     copied = copy.copy(module)
     copied._modules = {

@@ -15,13 +15,11 @@ _living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 def register(item: object) -> None:
-    """Add an object to the list, as its last one."""
     unregister(item)
     _living[id(item)] = item
 
 
 def unregister(item: object) -> None:
-    """Take an object off the list."""
     _living.pop(id(item), None)
 
 

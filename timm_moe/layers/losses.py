@@ -10,11 +10,7 @@ from torch import Tensor
 def importance_loss(gate_GSE: Tensor) -> Tensor:
     """Inequality of the experts' summed gates (V-MoE, arXiv 2106.05974, appendix A.1; Shazeer et al. 2017, eq. 7).
 
-    Args:
-        gate_GSE: softmax of the router's logits, without noise.
-
-    Returns:
-        (G,) squared coefficient of variation of the sums, 0 if they are equal.
+    It is the squared coefficient of variation, (G,), of the sums of the softmax without noise.
     """
     return _squared_variation(gate_GSE.sum(1))
 
@@ -22,14 +18,8 @@ def importance_loss(gate_GSE: Tensor) -> Tensor:
 def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float) -> Tensor:
     """Inequality of the experts' chances of being chosen under new noise (V-MoE, appendix A.2).
 
-    Args:
-        logits_GSE: logits without noise.
-        noisy_logits_GSE: logits with the noise of this forward.
-        last_choice_GS: index of each token's K-th expert. Its noisy logit is the threshold for an expert to be chosen.
-        noise_std: standard deviation of the noise on the logits.
-
-    Returns:
-        (G,) squared coefficient of variation of the experts' mean chances.
+    It is the squared coefficient of variation, (G,), of the experts' mean chances. ``last_choice_GS`` is the index of
+    each token's K-th expert, whose noisy logit is the threshold; ``noise_std`` is that of the noise on the logits.
     """
     threshold_GS1 = noisy_logits_GSE.gather(2, last_choice_GS.unsqueeze(2))
     chance_GSE = torch.special.ndtr((logits_GSE - threshold_GS1) / noise_std)
@@ -42,13 +32,7 @@ def balance_loss(gate_GSE: Tensor, choice_GSK: Tensor) -> Tensor:
     It is 1 if both are uniform, and E if K = 1 and all rows prefer one expert. With the first choices only (K = 1) this
     is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) and GShard; with all K it is WideNet's (arXiv
     2107.11817, eqs. 3-5; the authors' code divides by K).
-
-    Args:
-        gate_GSE: softmax of the logits by which the experts were chosen.
-        choice_GSK: indices of each token's experts.
-
-    Returns:
-        (G,).
+    ``gate_GSE`` is the softmax of the logits by which the experts ``choice_GSK`` were chosen.
     """
     num_experts = gate_GSE.shape[2]
     choice_GN = choice_GSK.flatten(1)

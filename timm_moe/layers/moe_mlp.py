@@ -18,14 +18,13 @@ from .routers import RandomPartition
 
 
 class MoeMlp(Experts):
-    """A router and E experts, in the place of a feed-forward network.
+    """A router and E experts instead of one feed-forward network.
 
     Args:
         ffn: the dense network to replace.
         router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the E experts.
         num_experts: E.
-        expert_init: see :class:`Experts`.
-        expert_dropout: see :class:`Experts`.
+        expert_init, expert_dropout: see :class:`Experts`.
 
     Attributes:
         path: name of the layer in its model, for messages.
@@ -38,16 +37,8 @@ class MoeMlp(Experts):
     fused: ClassVar[bool] = False
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
 
-    def __init__(
-        self,
-        ffn: nn.Module,
-        router: nn.Module,
-        num_experts: int,
-        expert_init: str = "same",
-        *,
-        expert_dropout: float | None = None,
-    ):
-        super().__init__(ffn, num_experts, expert_init, expert_dropout)
+    def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
+        super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
         self.path = ""
         register(self)
@@ -65,21 +56,15 @@ class MoeMlp(Experts):
         return self.router if isinstance(self.router, Router) else Router(self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        path, difference, option = prefix.rstrip("."), "", ""
         if f"{prefix}router.logits" in state_dict and not hasattr(self.router, "logits"):
-            raise ValueError(
-                f"The checkpoint's experts in {prefix.rstrip('.')} are fused by learned weights, the model's are not: "
-                "create the model with router='fused'."
-            )
-        if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
-            raise ValueError(
-                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
-                "with router='top_k'."
-            )
-        if not hasattr(self, "shared") and any(name.startswith(f"{prefix}shared.") for name in state_dict):
-            raise ValueError(
-                f"The checkpoint has a shared expert in {prefix.rstrip('.')}, the model has none: create the model "
-                "with shared_expert=True."
-            )
+            difference, option = "'s experts in {} are fused by learned weights, the model's are not", "router='fused'"
+        elif f"{prefix}router.weight" in state_dict and not self.router.state_dict():
+            difference, option = "'s experts in {} are routed, the model's are not", "router='top_k'"
+        elif not hasattr(self, "shared") and any(name.startswith(f"{prefix}shared.") for name in state_dict):
+            difference, option = " has a shared expert in {}, the model does not", "shared_expert=True"
+        if difference:
+            raise ValueError(f"The checkpoint{difference.format(path)}: create the model with {option}.")
         loaded = {name: state_dict.get(prefix + name) for name in self.stacked_shapes}
         if any(x is not None and x.shape == self.stacked_shapes[name][1:] for name, x in loaded.items()):
             self._complete_dense(state_dict, prefix)
@@ -91,11 +76,7 @@ class MoeMlp(Experts):
             state_dict.setdefault(name, value)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set the experts from a dense network, and reset the router.
-
-        Raises:
-            RuntimeError: if the router has parameters, but no ``reset_parameters``.
-        """
+        """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
         super().reset_from_dense(ffn)
         reset = getattr(self.router, "reset_parameters", None)
         if callable(reset):
@@ -106,14 +87,13 @@ class MoeMlp(Experts):
             )
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
-        """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing.
-
-        Raises:
-            ValueError: if something wraps a router that has losses.
-        """
-        self._require_own_router()
-        if routing is None:
-            routing = self.router(x)
+        """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
+        if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
+            raise ValueError(  # since the router's losses would be hidden from auxiliary_loss
+                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
+                "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
+            )
+        routing = self.router(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
         if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
             y_TD = self._weigh_all(x_TD, routing)
@@ -122,7 +102,7 @@ class MoeMlp(Experts):
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _weigh_all(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Run every expert on every row, by operators that every format has, at E times the cost."""
+        """Run every expert on every row, at E times the cost, by operators that every format has."""
         expert_TK = routing.experts()
         gate_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.gates is None else routing.gates
         weighted = []
@@ -133,39 +113,19 @@ class MoeMlp(Experts):
             weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))  # Inf of others aside
         return sum(weighted[1:], start=weighted[0])
 
-    def _require_own_router(self) -> None:
-        """A wrapper around the router would hide its losses from ``auxiliary_loss``."""
-        if isinstance(self.router, Router):
-            return
-        if any(isinstance(module, RecordingRouter) for module in self.router.modules()):
-            raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
-                "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
-            )
-
     def __prepare_scriptable__(self) -> nn.Module:
-        """Refuse to be compiled by torch.jit.script.
-
-        Raises:
-            RuntimeError: always.
-        """
         raise RuntimeError(
             "TorchScript of expert layers is not supported: trace the model in eval mode, or export it dense."
         )
 
 
 class SharedExpertMlp(MoeMlp):
-    """An expert layer with one more network, the shared expert, that every row passes through (ViMoE, section 3.3).
-
-    Its output is added without a gate.
+    """An expert layer with a shared expert, whose output is added for every row without a gate (ViMoE, section 3.3).
 
     Args:
-        ffn: the dense network to replace.
-        args: as :class:`MoeMlp`.
         shared_init: weights of the shared expert, here and when a dense checkpoint is loaded: ``"pretrained"``, a copy
             of the dense network, or ``"zero_out"``, the same with a last linear layer of zeros, so that it adds nothing
-            at first.
-        kwargs: as :class:`MoeMlp`.
+            at first. The other arguments are as for :class:`MoeMlp`.
 
     Raises:
         ValueError: on an unknown ``shared_init``, and as :class:`MoeMlp`.
@@ -193,7 +153,7 @@ class SharedExpertMlp(MoeMlp):
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
-        for name, _ in self.named_expert_parameters():
+        for name in self.stacked_shapes:
             dense = state_dict.get(prefix + name)
             if dense is not None:
                 shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
@@ -210,9 +170,8 @@ class SharedExpertMlp(MoeMlp):
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of the routed experts, and the shared expert as the last."""
         shared = dict(self.shared.named_parameters())
-        self._require_merged(
-            [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
-        )
+        adapted = [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
+        self._require_merged(adapted)
         routed = super().stacked_weights()
         return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in routed.items()}
 
@@ -222,36 +181,17 @@ class SharedExpertMlp(MoeMlp):
 
 
 class EwaMlp(MoeMlp):
-    """The expert layer of EWA (section 3.1): random partitions in training, the mean of the experts in eval mode.
+    """The expert layer of EWA (section 3.1).
 
     In training each expert computes its part of a new random partition of all rows of the local batch. In eval mode the
-    layer computes the network that is deployed, the mean of the experts (eq. 7).
-
-    Args:
-        ffn: the dense network to replace.
-        num_experts: E.
-        expert_init: see :class:`Experts`.
-        expert_dropout: see :class:`Experts`.
-
-    Raises:
-        ValueError: as :class:`Experts`.
+    layer computes the network that is deployed, the mean of the experts (eq. 7). Arguments as :class:`MoeMlp`.
     """
 
     deploys_dense = True
 
-    def __init__(
-        self,
-        ffn: nn.Module,
-        num_experts: int,
-        expert_init: str = "same",
-        *,
-        expert_dropout: float | None = None,
-    ):
-        router = RandomPartition(num_experts)
-        super().__init__(ffn, router, num_experts, expert_init, expert_dropout=expert_dropout)
+    def __init__(self, ffn: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
+        super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
-        if not self.training:
-            return self.run_mean(x)
-        return super().forward(x, routing=routing)
+        return super().forward(x, routing=routing) if self.training else self.run_mean(x)

@@ -15,11 +15,8 @@ class Router(nn.Module):
     Any module that does so can route. One that is no subclass is treated by the answers of this class: one expert for
     each row, rows that are routed one by one by their contents, no capacities.
 
-    Args:
-        num_experts: E.
-
     Attributes:
-        routing_unit: what is routed, ``"token"`` or ``"image"``, all rows of an entry of the batch together.
+        routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed together.
         depends_on_input: whether the routes depend on the image; else reports show none.
     """
 
@@ -39,10 +36,7 @@ class Router(nn.Module):
         return math.comb(self.num_experts, self.experts_of_row())
 
     def probabilities(self, x: Tensor) -> Tensor | None:
-        """(T, ...) probability of each expert for each row of x, (B, ..., D): the router's softmax without noise.
-
-        None if the router has no probabilities.
-        """
+        """(T, ...) router's softmax without noise for each row of x, (B, ..., D); None if it has no probabilities."""
         return None
 
     @contextmanager
@@ -55,8 +49,8 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
     """Send every row to its chosen experts and drop nothing.
 
     Args:
-        expert_TK: (T, K) integers in [0, E), in each row all different.
-        weight_TK: (T, K) factors of the experts' outputs, with their gradients.
+        expert_TK: integers in [0, E), in each row all different.
+        weight_TK: factors of the experts' outputs, with their gradients.
         num_experts: E.
 
     Raises:

@@ -26,7 +26,7 @@ MOST_WAITING = 256
 
 
 def in_backward() -> bool:
-    """Whether backward is running, as when gradient checkpointing repeats a forward; compiled code cannot ask."""
+    """True while backward runs, as when gradient checkpointing repeats a forward; compiled code cannot ask."""
     return not torch.compiler.is_compiling() and _tracker.is_bw
 
 
@@ -68,7 +68,6 @@ class RecordingRouter(Router):
         self.forget()
 
     def forget(self) -> None:
-        """Drop the records; the next forward starts from nothing."""
         self.records: list[RouterRecord] = []
         self.discarded = False
         self.is_gathering = False
@@ -98,7 +97,6 @@ class RecordingRouter(Router):
         self.is_gathering, self._announced = False, bool(self.records)
 
     def waiting(self) -> list[RouterRecord]:
-        """The records whose losses wait."""
         return [] if self._added else self.records
 
     def take(self) -> list[RouterRecord]:
@@ -108,7 +106,6 @@ class RecordingRouter(Router):
         return records
 
     def has_pending_losses(self) -> bool:
-        """Whether losses with a gradient wait."""
         return any(map(_has_gradient, self.waiting()))
 
     def end_step(self) -> None:
@@ -134,7 +131,7 @@ class RecordingRouter(Router):
         )
 
     def is_recording(self) -> bool:
-        """Whether this is training, with gradients.
+        """Tell if this is training, with gradients.
 
         Raises:
             RuntimeError: in training, where the losses would be lost: in a trace or export, under nn.DataParallel.

@@ -13,32 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, assign_all, at_most, expert_capacity, queue
+from .dispatch import ROUNDINGS, Routing, assign, assign_all, expert_capacity, queue
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .router import Router
 from .router_records import RecordingRouter
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
-#: Factors of the chosen experts: their gates, all one, or their gates divided by the sum of these.
+#: Options that a printed router shows if they are set.
+SHOWN = ("ensemble_size", "noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
 GATE_MODES = ("prob", "one", "renorm")
 
 
 class RandomPartition(Router):
     """Random uniform partition of all rows over the experts, a new one in each call (EWA, section 3.1, eqs. 4-5).
 
-    The parts have equal size; if E does not divide T, the first ``T % E`` experts get one row more. The permutation
-    comes from torch's global generator of the rows' device. Gradient checkpointing has to restore the generator's state
-    (``preserve_rng_state=True``, its default), or the gradients are wrong.
-
-    Args:
-        num_experts: E.
+    If E does not divide T, the first ``T % E`` experts get one row more. Gradient checkpointing has to restore the
+    state of torch's generator (``preserve_rng_state=True``, its default), or the gradients are wrong.
     """
 
     depends_on_input = False
 
     def forward(self, x: Tensor) -> Routing:
-        """Partition the rows of x of shape (..., D)."""
         rows = math.prod(x.shape[:-1])
         quotient, remainder = rows // self.num_experts, rows % self.num_experts  # torch.compile knows no divmod
         number = torch.arange(1, self.num_experts + 1, device=x.device)
@@ -72,15 +68,14 @@ class TopKRouter(RecordingRouter):
         gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
             its losses alone; ``"renorm"``, its gate divided by the sum of the chosen experts' gates.
 
-    Subclasses change the experts among which a row chooses (``_logits``, ``_experts``), the groups (``_groups``,
-    ``_loss_groups``, ``_capacity``) and when there is noise (``_is_noisy``).
-
     Attributes:
         weight: (E, D) parameter.
 
     Raises:
         ValueError: on an option outside its range.
     """
+
+    noisy_in_eval = False
 
     def __init__(
         self,
@@ -113,7 +108,7 @@ class TopKRouter(RecordingRouter):
             check_number(f"The weight of the {name} loss", weight, 0)
         if loss_weights.get("load") and not noise_std:
             raise ValueError(
-                "The load loss is about the noise on the logits: give a noise_std above 0, or leave the load loss out."
+                "The load loss is about noise on the logits: give a noise_std above 0, or leave the loss out."
             )
         super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight})
         self.top_k = top_k
@@ -125,6 +120,7 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
+        self.part_size = num_experts  # experts among which a row chooses
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
 
@@ -133,12 +129,10 @@ class TopKRouter(RecordingRouter):
         nn.init.trunc_normal_(self.weight, std=0.02)
 
     def experts_of_row(self) -> int:
-        """Number of experts that a row goes to."""
         return self.top_k
 
     @contextmanager
     def dropping_nothing(self) -> Iterator[None]:
-        """Suspend the capacity of eval mode."""
         factor, self.eval_capacity_factor = self.eval_capacity_factor, None
         try:
             yield
@@ -158,36 +152,32 @@ class TopKRouter(RecordingRouter):
         capacity = self._capacity(batch // groups * rows)
         with no_autocast(x):
             logits_GBNE = self._logits(x_GBND)
-            noisy_GBNE = self._with_noise(logits_GBNE)
+            noisy_GBNE = logits_GBNE
+            if self.noise_std and (self.training or self.noisy_in_eval):
+                noisy_GBNE = logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
             gate_GBNE = noisy_GBNE.softmax(3)
             chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
             expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
             routing = self._assign(expert_GSK, chosen_GBNK.flatten(1, 2), capacity)
             if self.is_recording():
                 expert_N = expert_GSK.flatten()
-                tokens_per_expert = expert_N.new_zeros(self.num_experts)
-                tokens_per_expert = tokens_per_expert.scatter_add_(0, expert_N, torch.ones_like(expert_N))
-                self.record(
-                    self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK))),
-                    load=tokens_per_expert,
-                    dropped=tokens_per_expert.sum() - routing.offsets[-1],
-                    finite=logits_GBNE.isfinite().all(),
-                )
+                load = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
+                losses = self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK)))
+                self.record(losses, load, load.sum() - routing.offsets[-1], logits_GBNE.isfinite().all())
         return routing
 
-    def probabilities(self, x: Tensor) -> Tensor | None:
+    def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
         return self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])).softmax(3).flatten(0, 2)
 
     def _assign(self, expert_GSK: Tensor, gate_GSK: Tensor, capacity: int | None) -> Routing:
-        factor_GSK = gate_GSK
+        priority_GS = gate_GSK[..., 0] if self.batch_priority else None
         if self.gate_mode == "one":
-            factor_GSK = torch.ones_like(gate_GSK)
+            gate_GSK = torch.ones_like(gate_GSK)
         elif self.gate_mode == "renorm":
-            factor_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
+            gate_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
         if capacity is None:
-            return assign_all(expert_GSK.flatten(0, 1), factor_GSK.flatten(0, 1), self.num_experts)
-        line = queue(expert_GSK, self.num_experts, gate_GSK[..., 0] if self.batch_priority else None)
-        return assign(expert_GSK, factor_GSK, line, capacity)
+            return assign_all(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
+        return assign(expert_GSK, gate_GSK, queue(expert_GSK, self.num_experts, priority_GS), capacity)
 
     def _groups(self, batch: int) -> int:
         size = self.group_images
@@ -195,9 +185,8 @@ class TopKRouter(RecordingRouter):
             return 1
         if batch % size:
             allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
-            raise ValueError(
-                f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
-            )
+            message = f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
+            raise ValueError(message)
         return max(1, batch // size)
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
@@ -206,29 +195,21 @@ class TopKRouter(RecordingRouter):
         return nn.functional.linear(x_GBND.to(dtype), self.weight.to(dtype))
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
-        """The chosen experts, counted among all experts."""
+        """The chosen experts, numbered among all experts."""
         return choice_GBNK
 
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
         """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
         return x_GBN.flatten(1, 2)
 
-    def _is_noisy(self) -> bool:
-        return self.training
-
-    def _with_noise(self, logits_GBNE: Tensor) -> Tensor:
-        if not (self.noise_std and self._is_noisy()):
-            return logits_GBNE
-        return logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
-
     def _capacity(self, rows: int) -> int | None:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor is None or factor >= self.num_experts or rows == 0:
             return None  # a row chooses an expert at most once
-        capacity = expert_capacity(
-            rows * self.top_k, self.num_experts, factor, self.capacity_rounding, self.capacity_multiple
-        )
-        return at_most(capacity, rows)
+        choices, rounding = rows * self.top_k, self.capacity_rounding
+        capacity = expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple)
+        most = rows * self.part_size // self.num_experts  # rows that may choose one expert; a tensor in a trace
+        return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
 
     def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight; zero for an empty batch."""
@@ -244,25 +225,20 @@ class TopKRouter(RecordingRouter):
         return {name: losses[name]().mean() for name in self.loss_weights}
 
     def extra_repr(self) -> str:
-        shown = ("noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
-        options = [f"{name}={value}" for name in shown if (value := getattr(self, name))]
+        options = [f"{name}={value}" for name in SHOWN if (value := getattr(self, name, None))]
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
 
 
 class ImageRouter(TopKRouter):
     """Sends all rows of an image to the K experts that its class token chooses (ViMoE, arXiv 2410.15732, section 3.1).
 
-    Arguments as :class:`TopKRouter`; capacities, groups and losses count images.
+    Capacities, groups and losses count images.
     """
 
     routing_unit = "image"
 
     def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B, N, D) by the first row of each image.
-
-        Raises:
-            ValueError: if x has another number of dimensions, and as :class:`TopKRouter`.
-        """
+        """Route the rows of x of shape (B, N, D) by the first row of each image; ValueError for another shape."""
         if x.ndim != 3:
             raise ValueError(
                 f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
@@ -277,21 +253,14 @@ class ImageRouter(TopKRouter):
             gates=None if routing.gates is None else routing.gates.repeat_interleave(rows, 0),
         )
 
-    def probabilities(self, x: Tensor) -> Tensor | None:
-        of_images = super().probabilities(x[:, :1])
-        return None if of_images is None else of_images.repeat_interleave(x.shape[1], 0)
+    def probabilities(self, x: Tensor) -> Tensor:
+        return super().probabilities(x[:, :1]).repeat_interleave(x.shape[1], 0)
 
 
 class TiledRouter(TopKRouter):
     """Base of the routers of a batch that holds each image M times in a row, once for each member of an ensemble.
 
-    Arguments as :class:`TopKRouter`; ``group_images`` counts images, each with its M entries.
-
-    Args:
-        ensemble_size: M.
-
-    Raises:
-        ValueError: as :class:`TopKRouter`.
+    Arguments as :class:`TopKRouter` and ``ensemble_size``, M; ``group_images`` counts images, each with its M entries.
     """
 
     def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
@@ -299,43 +268,30 @@ class TiledRouter(TopKRouter):
         super().__init__(dim, num_experts, top_k, **options)
         self.ensemble_size = ensemble_size
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B M, ..., D), the entries of an image one after the other.
+    def routing_degree(self) -> int:
+        return math.comb(self.part_size, self.top_k) ** self.ensemble_size
 
-        Raises:
-            ValueError: if M does not divide the batch; and as :class:`TopKRouter`.
-        """
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B M, ..., D), the entries of an image one after the other."""
         _check_copies(x.shape[0], self.ensemble_size)
         return super().forward(x)
 
     def _groups(self, batch: int) -> int:
         return super()._groups(batch // self.ensemble_size)
 
-    def extra_repr(self) -> str:
-        return f"ensemble_size={self.ensemble_size}, {super().extra_repr()}"
-
 
 class TilingRouter(TiledRouter):
     """Lets every member choose among all experts, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
 
-    Members differ only by the noise on their logits, so it is added in eval mode too. Arguments as
-    :class:`TiledRouter`.
-
-    Raises:
-        ValueError: if there is no noise, and as :class:`TiledRouter`.
+    Members differ only by the noise on their logits, so there must be noise, and it is added in eval mode too.
     """
+
+    noisy_in_eval = True
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         if not self.noise_std:
             raise ValueError("The members of ensemble='tiling' differ by noise alone: give a noise_std above 0.")
-
-    def _is_noisy(self) -> bool:
-        return True
-
-    def routing_degree(self) -> int:
-        """Number of sets of experts for all members together."""
-        return super().routing_degree() ** self.ensemble_size
 
 
 class EnsembleRouter(TiledRouter):
@@ -343,29 +299,19 @@ class EnsembleRouter(TiledRouter):
 
     Member m chooses among experts m E/M to (m + 1) E/M - 1 as a separate router would: the softmax is over these
     experts, the noise has a standard deviation of ``noise_std * M / E``, the capacity is for E/M experts and the rows
-    of one member, and losses are means over the members.
-
-    Arguments as :class:`TiledRouter`.
-
-    Raises:
-        ValueError: if M does not divide E, or K exceeds E/M; and as :class:`TopKRouter`.
+    of one member, and losses are means over the members. M must divide E, and K must not exceed E/M.
     """
 
     def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
         super().__init__(dim, num_experts, top_k, ensemble_size=ensemble_size, **options)
-        if num_experts % ensemble_size:
+        size, rest = divmod(num_experts, ensemble_size)
+        if rest:
+            raise ValueError(f"{num_experts=} cannot be divided among the members of {ensemble_size=}.")
+        if top_k > size:
             raise ValueError(
-                f"num_experts={num_experts} cannot be divided among the members of ensemble_size={ensemble_size}."
+                f"{top_k=} exceeds the {size} experts that each of the {ensemble_size} members has of {num_experts=}."
             )
-        if top_k > num_experts // ensemble_size:
-            raise ValueError(
-                f"top_k={top_k} exceeds the {num_experts // ensemble_size} experts that each of the {ensemble_size} "
-                f"members has of num_experts={num_experts}."
-            )
-
-    def routing_degree(self) -> int:
-        """Number of sets of experts for all members together."""
-        return math.comb(self.num_experts // self.ensemble_size, self.top_k) ** self.ensemble_size
+        self.part_size = size
 
     def _by_member(self, x_GBN: Tensor) -> Tensor:
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
@@ -376,33 +322,23 @@ class EnsembleRouter(TiledRouter):
         return logits_GBMNME.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
-        first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * (self.num_experts // self.ensemble_size)
+        first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * self.part_size
         return (self._by_member(choice_GBNK) + first_M.view(-1, 1, 1)).flatten(1, 2)
 
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
         return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
-    def _capacity(self, rows: int) -> int | None:
-        capacity = super()._capacity(rows)
-        return None if capacity is None else at_most(capacity, rows // self.ensemble_size)
-
 
 class PartitionedRouter(EnsembleRouter):
-    """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning").
+    """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning")."""
 
-    Like :class:`EnsembleRouter`, with every row in the part of every member.
-    """
-
-    def probabilities(self, x: Tensor) -> Tensor | None:
+    def probabilities(self, x: Tensor) -> None:
         """None: a row chooses in each part."""
-        return None
 
     def experts_of_row(self) -> int:
-        """Number of experts that a row goes to, K in each part."""
         return self.top_k * self.ensemble_size
 
     def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B, ..., D)."""
         members, rows = self.ensemble_size, math.prod(x.shape[1:-1])
 
         def choices_of_row(per_member: Tensor) -> Tensor:
@@ -417,7 +353,6 @@ class MultiHeadRouter(TopKRouter):
     """Gives each of the K choices of a row a copy of the row (pBE, naive multi-head MoE, eq. 2).
 
     The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The first copy decides.
-    Arguments as :class:`TopKRouter`.
     """
 
     def forward(self, x: Tensor) -> Routing:
