@@ -8,22 +8,13 @@ import altair as alt
 
 from ..drawings import ALL_COLOURS
 
-#: Ratio of the largest to the smallest value above which an axis is logarithmic.
-WIDE = 100
-#: Steps of an axis of whole numbers.
-TICKS = 8
+#: Ratio of the largest to the smallest value above which an axis is logarithmic, and steps of an axis of epochs.
+WIDE, TICKS = 100, 8
 Rows = Sequence[Mapping[str, Any]]
 
 
 def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.Chart:
-    """Draw a line for each series over the epochs; positive values of very different sizes have a log axis.
-
-    Args:
-        rows: each with an ``epoch``, a ``value`` and its series.
-        series: name of the field with the series.
-        y_title: of the values.
-        percent: values are shares.
-    """
+    """Draw the ``value`` of each series over the epochs; positive values of very different sizes have a log axis."""
     values = [row["value"] for row in rows]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
     axis = alt.Axis(format="%" if percent else "~g" if logarithmic else "~f")
@@ -64,15 +55,7 @@ def loads(rows: Rows, even: float | None) -> Any:
 
 
 def heatmap(rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False) -> alt.Chart:
-    """Draw a cell for each pair of an ``expert`` and an ``other``; darker is a larger ``value``.
-
-    Args:
-        rows: the cells.
-        x_title: of the other expert.
-        value_title: of the values.
-        highest: value of the darkest colour.
-        percent: values are shares.
-    """
+    """Draw a cell for each pair of an ``expert`` and an ``other``; a larger ``value`` is darker, up to the highest."""
     colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, highest], clamp=True)
     legend = alt.Legend(format="%" if percent else ".2")
     return (
@@ -105,8 +88,8 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
 
 def reliability(rows: Rows) -> Any:
     """Draw accuracy against confidence in bins, beside the diagonal of a perfectly calibrated classifier."""
-    ends = [{"confidence": end, "accuracy": end} for end in (0, 1)]
-    diagonal = _chart(ends).mark_line(color=ALL_COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
+    ends = _chart([{"confidence": end, "accuracy": end} for end in (0, 1)])
+    diagonal = ends.mark_line(color=ALL_COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
     percent = alt.Axis(format="%")
     shares = [alt.Tooltip(f"{name}:Q", format=".1%") for name in ("confidence", "accuracy")]
     points = (
@@ -123,7 +106,7 @@ def reliability(rows: Rows) -> Any:
 
 
 def chosen(chart: Any, field: str, label: str) -> Any:
-    """The chart of one value of a field at a time, which the reader chooses from a list; at first the last one."""
+    """Let the reader choose from a list one value of a field, which the chart shows; at first the last one."""
     options = list(dict.fromkeys(row[field] for row in chart.data.values))
     if len(options) < 2:
         return chart
@@ -136,7 +119,7 @@ def _chart(rows: Rows) -> alt.Chart:
 
 
 def _series(series: str, legend: Any = alt.Undefined) -> dict[str, Any]:
-    """A colour and a dash for each series; the same legend explains both."""
+    """Return a colour and a dash for each series; the same legend explains both."""
     colours = alt.Scale(range=list(ALL_COLOURS))
     return {
         "color": alt.Color(f"{series}:N", title=series, scale=colours, legend=legend),

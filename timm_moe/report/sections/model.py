@@ -18,14 +18,18 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
-    """The model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
+    """Show the model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
     boxes = _boxes(model)
-    own = _own_experts(model)
-    size = {"model": info.name, "experts": _experts(info)}
-    size |= {"members": f"{info.members}{own}"} if info.members > 1 else {}
-    size |= {"parameters in training": f"{info.total:,}", "activated for a token": f"{info.activated:,}"}
-    size |= {} if info.exported is None else {"exported": f"{info.exported:,}"}
-    size |= {"evaluation of an image": f"{info.gflops:.3f} GFLOPs", "input": " x ".join(map(str, info.input_size))}
+    size = {
+        "model": info.name,
+        "experts": _experts(info),
+        "members": f"{info.members}{_own_experts(model)}" if info.members > 1 else None,
+        "parameters in training": f"{info.total:,}",
+        "activated for a token": f"{info.activated:,}",
+        "exported": None if info.exported is None else f"{info.exported:,}",
+        "evaluation of an image": f"{info.gflops:.3f} GFLOPs",
+        "input": " x ".join(map(str, info.input_size)),
+    }
     parts = [
         Part("Where the experts sit", _sentences(model, info, boxes), routes={"kind": "blocks", "blocks": boxes}),
         Part("Size and cost", table=_table(size)),
@@ -33,13 +37,14 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     if history.options:
         table = [["option", "value"], *([name, value] for name, value in history.options.items())]
         parts.append(Part("How it was trained", "train.py's options, those that are set.", table=table))
-    if origin := _origin(history):
-        parts.append(Part("Where it came from", table=_table(origin)))
+    origin = _table(_origin(history))
+    if len(origin) > 1:
+        parts.append(Part("Where it came from", table=origin))
     return Section("model", "The model", parts)
 
 
-def _table(rows: dict[str, str]) -> list[list[str]]:
-    return [["", ""], *([name, value] for name, value in rows.items())]
+def _table(rows: dict[str, Any]) -> list[list[str]]:
+    return [["", ""], *([name, str(value)] for name, value in rows.items() if value is not None)]
 
 
 def _experts(info: ModelInfo) -> str:
@@ -51,7 +56,7 @@ def _experts(info: ModelInfo) -> str:
 
 
 def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
-    """The place of the experts, the choice among them, shared experts and members."""
+    """Tell the place of the experts, the choice among them, shared experts and members."""
     layers = moe_layers(model)
     if not layers:
         return f"This model has no expert layers.{_members(info)}"
@@ -87,17 +92,17 @@ def _members(info: ModelInfo) -> str:
 
 
 def _own_experts(model: nn.Module) -> str:
-    """The experts of each member of an ensemble inside one model; empty if all members have all."""
+    """Name the experts of each member of an ensemble inside one model; empty if all members have all."""
     routers = [layer.routed_by for layer in moe_layers(model).values() if isinstance(layer.routed_by, EnsembleRouter)]
     if not routers:
         return ""
-    members, own = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
-    experts = [f"expert {m}" if own == 1 else f"experts {m * own} to {(m + 1) * own - 1}" for m in range(members)]
-    return "; " + ", ".join(f"member {m + 1} has {experts[m]}" for m in range(members))
+    members, each = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
+    experts = [f"expert {m}" if each == 1 else f"experts {m * each} to {(m + 1) * each - 1}" for m in range(members)]
+    return "; " + ", ".join(f"member {number} has {own}" for number, own in enumerate(experts, 1))
 
 
 def _boxes(model: nn.Module) -> list[dict[str, Any]]:
-    """All places of feed-forward networks, in order; one in several blocks has several places."""
+    """List all places of feed-forward networks, in order; one in several blocks has several places."""
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     found = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in networks]
     plain = all(_BLOCK.fullmatch(path) for path, _ in found)
@@ -110,7 +115,7 @@ def _boxes(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _origin(history: History) -> dict[str, str]:
+def _origin(history: History) -> dict[str, Any]:
     known = {
         "file": history.file,
         "epoch": history.epoch,
@@ -120,6 +125,5 @@ def _origin(history: History) -> dict[str, str]:
         "data": history.dataset,
         "gathered by": history.method,
     }
-    if history.experts is not None:
-        known |= {f"experts' {name}": value for name, value in asdict(history.experts).items()}
-    return {name: str(value) for name, value in known.items() if value is not None}
+    experts = {} if history.experts is None else asdict(history.experts)
+    return known | {f"experts' {name}": value for name, value in experts.items()}

@@ -15,18 +15,14 @@ from .similarity import DISTANCE
 
 #: Distance of the experts from their mean, over the size of that mean, below which they count as together.
 TOGETHER = 0.1
-#: Columns of summary.csv with losses, and their names.
-LOSS_COLUMNS = {"train_loss": "training", "eval_loss": "evaluation"}
 #: Points of a chart over the epochs.
 Points = list[dict[str, Any]]
 
 
 def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
-    """The training run in train.py's folder; None if nothing is known of it.
+    """Show the training run in train.py's folder; None if nothing is known about it.
 
-    Args:
-        folder: train.py's.
-        classes: their number; with five or fewer the best five are always right, and are left out.
+    The accuracy of the best five answers is left out if there are five classes or fewer, as it is always 1.
 
     Raises:
         ValueError: if a file is damaged.
@@ -36,7 +32,7 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     if not rows and not epochs:
         return None
     columns = {"eval_top1": "top-1"} | ({} if classes and classes <= 5 else {"eval_top5": "top-5"})
-    losses = _points(rows, LOSS_COLUMNS, "images")
+    losses = _points(rows, {"train_loss": "training", "eval_loss": "evaluation"}, "images")
     accuracies = _points(rows, columns, "accuracy")
     parts = [
         _part("Does the loss still fall?", losses, _trend, "images", "loss"),
@@ -51,7 +47,7 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
 
 
 def _summary(folder: Path) -> list[dict[str, str]]:
-    """The rows of summary.csv; of a repeated epoch the last one."""
+    """Read the rows of summary.csv; the last one of a repeated epoch."""
     file = folder / "summary.csv"
     if not file.exists():
         return []
@@ -64,7 +60,7 @@ def _summary(folder: Path) -> list[dict[str, str]]:
 
 
 def _points(rows: Sequence[Mapping[str, str]], columns: Mapping[str, str], key: str) -> Points:
-    """The values of some columns that are there, with the name of their series under a key."""
+    """List the values of some columns that are there, with the name of their series under a key."""
     return [
         {"epoch": int(row["epoch"]), "value": _number(row[column]), key: series}
         for row in rows
@@ -89,16 +85,9 @@ def _part(
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
-    """A chart of the finite values, with a sentence on the epochs of the others; None if there are no values.
+    """Draw the finite values, with a sentence on the epochs of the others; None if there are no values.
 
-    Args:
-        title: of the part.
-        points: with ``epoch``, ``value``, the series and the choice.
-        text: sentences, or a function of the points in the chart.
-        series: field whose values are the lines.
-        y_title: of the values.
-        choice: field; the reader chooses one of its values.
-        percent: values are shares.
+    ``series`` names the field whose values are the lines, ``choice`` one of whose values the reader chooses one.
     """
     known = [point for point in points if _is_finite(point["value"])]
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
@@ -115,15 +104,14 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _lost(epochs: Sequence[int]) -> str:
-    """A sentence on the epochs that a chart leaves out, as "epochs 1 to 3 and 7"."""
+    """Write a sentence on the epochs that a chart leaves out, such as "epochs 1 to 3 and 7"."""
     if not epochs:
         return ""
     spans: list[list[int]] = []
     for epoch in epochs:
-        if spans and spans[-1][1] == epoch - 1:
-            spans[-1][1] = epoch
-        else:
+        if not spans or spans[-1][1] != epoch - 1:
             spans.append([epoch, epoch])
+        spans[-1][1] = epoch
     ranges = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
     listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
     return (
@@ -136,13 +124,10 @@ def _trend(losses: Points) -> str:
     images = "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
     own = [point for point in losses if point["images"] == images]
     lowest, last = min(own, key=lambda point: point["value"]), own[-1]
-    if lowest is last:
-        text = f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}."
-    else:
-        text = (
-            f"The {images} loss was lowest in epoch {lowest['epoch']}: {lowest['value']:.4g}. In the last epoch, "
-            f"{last['epoch']}, it was {last['value']:.4g}."
-        )
+    place = f"the last epoch, {last['epoch']}" if lowest is last else f"epoch {lowest['epoch']}"
+    text = f"The {images} loss was lowest in {place}: {lowest['value']:.4g}."
+    if lowest is not last:
+        text += f" In the last epoch, {last['epoch']}, it was {last['value']:.4g}."
     if len({point["images"] for point in losses}) > 1:
         text += " The training loss is that of augmented images, with label smoothing and the routers' losses in it."
     return text
@@ -157,7 +142,6 @@ def _best(accuracies: Points) -> str:
 
 
 def _of_layers(epochs: Sequence[dict[str, Any]], value: Callable[[Any], float | None]) -> Points:
-    """A finite number of each layer over the epochs."""
     return [
         {"epoch": entry["epoch"], "layer": name, "value": value(layer)}
         for entry in epochs
@@ -177,7 +161,7 @@ def _share_rate_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
 
 
 def _spread_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    """The distance of the experts from their mean, and a verdict by its mean over the layers."""
+    """Show the distance of the experts from their mean, and judge by its mean over the layers."""
     spreads = _of_layers(epochs, lambda layer: layer["spread"])
     if not spreads:
         return None
@@ -218,10 +202,9 @@ def _load_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
         return None
     last = epochs[-1]
     idle = [
-        f"expert {expert} of {name}"
-        for name, layer in last["layers"].items()
-        for expert, share in enumerate(layer.get("load") or [])
-        if share is not None and share * len(layer["load"]) < DEAD
+        f"expert {row['expert']} of {row['layer']}"
+        for row in loads
+        if row["epoch"] == last["epoch"] and row["value"] * len(last["layers"][row["layer"]]["load"]) < DEAD
     ]
     little = "had less than a tenth of an even share"
     found = f"these {little}: {', '.join(idle)}" if idle else f"none {little}"
