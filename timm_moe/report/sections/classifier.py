@@ -83,15 +83,12 @@ def _calibration(seen: Observation) -> str:
 
 
 def _confidences(prefix: str, seen: Observation) -> list[dict[str, Any]]:
-    rows = []
-    for kind, confidence in (("these images", seen.confidence), ("other data", seen.ood_confidence)):
-        if confidence is not None:
-            share = torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1) / len(confidence)
-            rows += [
-                {"value": (index + 0.5) / CONFIDENCE_BINS, "share": value, "images": f"{prefix}{kind}"}
-                for index, value in enumerate(share.tolist())
-            ]
-    return rows
+    return [
+        {"value": (index + 0.5) / CONFIDENCE_BINS, "share": count / len(confidence), "images": f"{prefix}{kind}"}
+        for kind, confidence in (("these images", seen.confidence), ("other data", seen.ood_confidence))
+        if confidence is not None
+        for index, count in enumerate(torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1).tolist())
+    ]
 
 
 def _confused(seen: Observation) -> list[list[str]]:
@@ -99,10 +96,9 @@ def _confused(seen: Observation) -> list[list[str]]:
     classes = len(seen.classes)
     wrong = seen.predicted != seen.labels
     pair, count = (seen.labels[wrong] * classes + seen.predicted[wrong]).unique(return_counts=True)
-    total = seen.labels.bincount(minlength=classes)
     rows = []
     for index in count.argsort(descending=True)[:CONFUSED].tolist():
         label, taken = divmod(int(pair[index]), classes)
-        share = count[index].item() / total[label].item()
-        rows.append([seen.classes[label], seen.classes[taken], str(int(total[label])), f"{share:.0%}"])
+        total = int((seen.labels == label).sum())
+        rows.append([seen.classes[label], seen.classes[taken], str(total), f"{int(count[index]) / total:.0%}"])
     return rows

@@ -20,9 +20,11 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
     """Show the model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
     boxes = _boxes(model)
+    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
+    experts = f"{info.num_experts} in {layers}; {info.top_k} for each {info.routing_unit}"
     size = {
         "model": info.name,
-        "experts": _experts(info),
+        "experts": experts if info.moe_layers else "none",
         "members": f"{info.members}{_own_experts(model)}" if info.members > 1 else None,
         "parameters in training": f"{info.total:,}",
         "activated for a token": f"{info.activated:,}",
@@ -37,9 +39,18 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     if history.options:
         table = [["option", "value"], *([name, value] for name, value in history.options.items())]
         parts.append(Part("How it was trained", "train.py's options, those that are set.", table=table))
-    origin = _table(_origin(history))
-    if len(origin) > 1:
-        parts.append(Part("Where it came from", table=origin))
+    origin = {
+        "file": history.file,
+        "epoch": history.epoch,
+        "pretrained weights": history.base,
+        "start": history.start,
+        "weights": "the EMA weights of the checkpoint" if history.ema else None,
+        "data": history.dataset,
+        "gathered by": history.method,
+        **({f"experts' {name}": value for name, value in asdict(history.experts).items()} if history.experts else {}),
+    }
+    if any(value is not None for value in origin.values()):
+        parts.append(Part("Where it came from", table=_table(origin)))
     return Section("model", "The model", parts)
 
 
@@ -47,19 +58,17 @@ def _table(rows: dict[str, Any]) -> list[list[str]]:
     return [["", ""], *([name, str(value)] for name, value in rows.items() if value is not None)]
 
 
-def _experts(info: ModelInfo) -> str:
-    if not info.moe_layers:
-        return "none"
-    unit = "image" if info.routing_unit == "image" else "token"
-    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
-    return f"{info.num_experts} in {layers}; {info.top_k} for each {unit}"
-
-
 def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
     """Tell the place of the experts, the choice among them, shared experts and members."""
     layers = moe_layers(model)
+    members = (
+        f" The model is an ensemble of {info.members} members in one: each gives an answer of its own, and the mean of "
+        "their probabilities is the model's."
+        if info.members > 1
+        else ""
+    )
     if not layers:
-        return f"This model has no expert layers.{_members(info)}"
+        return f"This model has no expert layers.{members}"
     places = sum(box["experts"] > 0 for box in boxes)
     text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
     if places > len(layers):
@@ -79,16 +88,7 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
         text += f" A router chooses {number} for each token."
     if shared_by := [path for path, layer in layers.items() if isinstance(layer, SharedExpertMlp)]:
         text += f" Beside these there is a shared expert, which every token passes through, in {', '.join(shared_by)}."
-    return text + _members(info)
-
-
-def _members(info: ModelInfo) -> str:
-    if info.members == 1:
-        return ""
-    return (
-        f" The model is an ensemble of {info.members} members in one: each gives an answer of its own, and the mean of "
-        "their probabilities is the model's."
-    )
+    return text + members
 
 
 def _own_experts(model: nn.Module) -> str:
@@ -113,17 +113,3 @@ def _boxes(model: nn.Module) -> list[dict[str, Any]]:
         }
         for path, module in found
     ]
-
-
-def _origin(history: History) -> dict[str, Any]:
-    known = {
-        "file": history.file,
-        "epoch": history.epoch,
-        "pretrained weights": history.base,
-        "start": history.start,
-        "weights": "the EMA weights of the checkpoint" if history.ema else None,
-        "data": history.dataset,
-        "gathered by": history.method,
-    }
-    experts = {} if history.experts is None else asdict(history.experts)
-    return known | {f"experts' {name}": value for name, value in experts.items()}

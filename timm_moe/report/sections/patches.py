@@ -70,10 +70,8 @@ def surest_part(seen: Observation) -> Part | None:
         }
         for layer in layers
     ]
-    if layers[0].by_image:
-        text = "The images with the largest gates."
-    else:
-        text = "The patches with the largest gates, with what is around them, at most one of an image."
+    text = "The patches with the largest gates, with what is around them, at most one of an image."
+    text = "The images with the largest gates." if layers[0].by_image else text
     return Part("What is each expert surest of?", text, routes={"kind": "surest", "layers": drawn})
 
 

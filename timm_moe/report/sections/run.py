@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,8 +15,17 @@ from .similarity import DISTANCE
 
 #: Distance of the experts from their mean, over the size of that mean, below which they count as together.
 TOGETHER = 0.1
+#: Columns of summary.csv, with the key and the name of their series.
+COLUMNS = {
+    "train_loss": ("images", "training"),
+    "eval_loss": ("images", "evaluation"),
+    "eval_top1": ("accuracy", "top-1"),
+    "eval_top5": ("accuracy", "top-5"),
+}
 #: Points of a chart over the epochs.
 Points = list[dict[str, Any]]
+#: An epoch, a layer's name, and its figures in experts.json.
+Layers = list[tuple[int, str, dict[str, Any]]]
 
 
 def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
@@ -27,53 +36,44 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     Raises:
         ValueError: if a file is damaged.
     """
-    rows = _summary(folder) if folder else []
-    epochs = read_epochs(folder) if folder else []
+    if folder is None:
+        return None
+    rows, epochs = _summary(folder), read_epochs(folder)
     if not rows and not epochs:
         return None
-    columns = {"eval_top1": "top-1"} | ({} if classes and classes <= 5 else {"eval_top5": "top-5"})
-    losses = _points(rows, {"train_loss": "training", "eval_loss": "evaluation"}, "images")
-    accuracies = _points(rows, columns, "accuracy")
+    points = [
+        {"epoch": int(row["epoch"]), "value": row[column], key: series}
+        for row in rows
+        for column, (key, series) in COLUMNS.items()
+        if column in row and not (series == "top-5" and classes and classes <= 5)
+    ]
+    losses = [point for point in points if "images" in point]
+    accuracies = [point for point in points if "accuracy" in point]
+    layers = [(entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()]
     parts = [
         _part("Does the loss still fall?", losses, _trend, "images", "loss"),
         _part("How accurate was it in each epoch?", accuracies, _best, "accuracy", "accuracy (%)"),
         _share_rate_part(epochs),
-        _spread_part(epochs),
-        _load_part(epochs),
-        _dropped_part(epochs),
-        _router_losses_part(epochs),
+        _spread_part(epochs, layers),
+        _load_part(layers),
+        _dropped_part(layers),
+        _router_losses_part(layers),
     ]
     return Section("run", "The training run", [part for part in parts if part is not None])
 
 
-def _summary(folder: Path) -> list[dict[str, str]]:
-    """Read the rows of summary.csv; the last one of a repeated epoch."""
+def _summary(folder: Path) -> list[dict[str, float]]:
+    """Read the figures in summary.csv by epoch; the last ones of a repeated epoch."""
     file = folder / "summary.csv"
     if not file.exists():
         return []
     try:
         with open(file, newline="") as stream:
             rows = [row for row in csv.DictReader(stream) if (row.get("epoch") or "").isdecimal()]
-    except (UnicodeDecodeError, csv.Error) as error:
+        figures = [{name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)} for row in rows]
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{file} is damaged: it is not the table that train.py writes.") from error
-    return list({row["epoch"]: row for row in rows}.values())
-
-
-def _points(rows: Sequence[Mapping[str, str]], columns: Mapping[str, str], key: str) -> Points:
-    """List the values of some columns that are there, with the name of their series under a key."""
-    return [
-        {"epoch": int(row["epoch"]), "value": _number(row[column]), key: series}
-        for row in rows
-        for column, series in columns.items()
-        if row.get(column)
-    ]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return list({row["epoch"]: row for row in figures}.values())
 
 
 def _part(
@@ -141,12 +141,11 @@ def _best(accuracies: Points) -> str:
     return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
 
 
-def _of_layers(epochs: Sequence[dict[str, Any]], value: Callable[[Any], float | None]) -> Points:
+def _of_layers(layers: Layers, figure: str) -> Points:
     return [
-        {"epoch": entry["epoch"], "layer": name, "value": value(layer)}
-        for entry in epochs
-        for name, layer in entry["layers"].items()
-        if _is_finite(value(layer))
+        {"epoch": epoch, "layer": name, "value": layer[figure]}
+        for epoch, name, layer in layers
+        if _is_finite(layer.get(figure))
     ]
 
 
@@ -160,9 +159,9 @@ def _share_rate_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     return _part("How much are the experts averaged?", rates, text, "of", "share rate of the last step")
 
 
-def _spread_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | None:
     """Show the distance of the experts from their mean, and judge by its mean over the layers."""
-    spreads = _of_layers(epochs, lambda layer: layer["spread"])
+    spreads = _of_layers(layers, "spread")
     if not spreads:
         return None
     first, last = spreads[0]["epoch"], spreads[-1]["epoch"]
@@ -190,33 +189,27 @@ def _spread_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     return _part(title, spreads, text, "layer", "distance from the mean")
 
 
-def _load_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    loads = [
-        {"epoch": entry["epoch"], "layer": name, "expert": str(expert), "value": share}
-        for entry in epochs
-        for name, layer in entry["layers"].items()
-        for expert, share in enumerate(layer.get("load", []))
-        if _is_finite(share)
-    ]
+def _load_part(layers: Layers) -> Part | None:
+    loads, idle, last = [], [], layers[-1][0] if layers else 0
+    for epoch, name, layer in layers:
+        for expert, share in enumerate(layer.get("load", [])):
+            if _is_finite(share):
+                loads.append({"epoch": epoch, "layer": name, "expert": str(expert), "value": share})
+                if epoch == last and share * len(layer["load"]) < DEAD:
+                    idle.append(f"expert {expert} of {name}")
     if not loads:
         return None
-    last = epochs[-1]
-    idle = [
-        f"expert {row['expert']} of {row['layer']}"
-        for row in loads
-        if row["epoch"] == last["epoch"] and row["value"] * len(last["layers"][row["layer"]]["load"]) < DEAD
-    ]
     little = "had less than a tenth of an even share"
     found = f"these {little}: {', '.join(idle)}" if idle else f"none {little}"
     text = (
-        f"In the last epoch, {last['epoch']}, {found}. The chart has each expert's share of the choices. A line that "
+        f"In the last epoch, {last}, {found}. The chart has each expert's share of the choices. A line that "
         "falls to 0 is an expert that the router no longer takes."
     )
     return _part("Is every expert used in training?", loads, text, "expert", "share of the choices", "layer", True)
 
 
-def _dropped_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    dropped = _of_layers(epochs, lambda layer: layer.get("dropped"))
+def _dropped_part(layers: Layers) -> Part | None:
+    dropped = _of_layers(layers, "dropped")
     if not any(row["value"] for row in dropped):
         return None
     most = max(row["value"] for row in dropped if row["epoch"] == dropped[-1]["epoch"])
@@ -227,12 +220,11 @@ def _dropped_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     return _part("How many choices found no place?", dropped, text, "layer", "dropped choices", percent=True)
 
 
-def _router_losses_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+def _router_losses_part(layers: Layers) -> Part | None:
     losses = [
-        {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
-        for entry in epochs
-        for layer, epoch_of_layer in entry["layers"].items()
-        for name, value in epoch_of_layer.get("losses", {}).items()
+        {"epoch": epoch, "layer": name, "value": value, "loss": loss}
+        for epoch, name, layer in layers
+        for loss, value in layer.get("losses", {}).items()
     ]
     text = (
         "These losses keep the experts evenly used, and are added to the training loss. Even use is 0 for importance "
