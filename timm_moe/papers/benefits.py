@@ -4,10 +4,7 @@
 def moe_benefits(student: float, teacher: float, dense: float) -> float:
     """Share of the accuracy gained by experts that a dense student keeps (OneS, arXiv 2201.10890, section 4.1).
 
-    Args:
-        student: accuracy of the dense model made from the teacher.
-        teacher: accuracy of the model with experts.
-        dense: accuracy of a dense model trained alone.
+    All are accuracies: the teacher's with experts, its student's, and a dense model's that was trained alone.
 
     Raises:
         ValueError: if the teacher is not better than the dense model.

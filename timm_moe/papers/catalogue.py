@@ -1,6 +1,5 @@
 """The size of every ``<architecture>_ewa_moe``: the command prints docs/generated/models.md."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
@@ -60,7 +59,7 @@ layer serves attention and the network.
 
 
 def sections(architectures: Iterable[str]) -> Iterator[str]:
-    """The text of docs/generated/models.md, in pieces as they are made."""
+    """Yield the text of docs/generated/models.md, in pieces as they are made."""
     yield _INTRODUCTION
     for family, of_family in groupby(architectures, lambda name: model_entrypoint(name).__module__.rpartition(".")[2]):
         yield f"\n## {family}\n\n| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"
@@ -69,7 +68,7 @@ def sections(architectures: Iterable[str]) -> Iterator[str]:
 
 
 def row(architecture: str) -> str:
-    """A model's row in the table of its family; the parameters that a token passes through will be exported."""
+    """Write a model's row in the table of its family; the parameters that a token passes through get exported."""
     name = f"{architecture}_ewa_moe"
     model = weightless_model(name)
     networks = f"{len(moe_layers(model))} of {len(ffn_paths(model))}"
@@ -77,13 +76,6 @@ def row(architecture: str) -> str:
     return f"| `{name}` | {networks} | {parameters(model):,} | {activated_parameters(model):,} | {tags} |"
 
 
-def _with_progress(architectures: list[str]) -> Iterator[str]:
-    for number, architecture in enumerate(architectures, 1):
-        print(f"\r{number}/{len(architectures)} {architecture:<60}", end="", file=sys.stderr, flush=True)
-        yield architecture
-    print(file=sys.stderr)
-
-
 if __name__ == "__main__":
-    for section in sections(_with_progress(ewa.architectures())):
+    for section in sections(ewa.architectures()):
         print(section, end="", flush=True)

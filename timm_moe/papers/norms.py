@@ -25,9 +25,15 @@ def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: if no two blocks have layer norms in the same place, or blocks share a norm.
     """
-    norms = _norms_of_blocks(model)
+    places: dict[str, list[nn.LayerNorm]] = {}
+    for name, module in unwrapped(model).named_modules(remove_duplicate=False):
+        inside = re.fullmatch(r"blocks\.(?:\d+\.)+(.+)", name)  # WideNet may have groups of blocks
+        if inside and isinstance(module, nn.LayerNorm):
+            places.setdefault(inside[1], []).append(module)
     divergence = {}
-    for place, of_blocks in norms.items():
+    for place, of_blocks in places.items():
+        if len(of_blocks) == 1 or len({norm.normalized_shape for norm in of_blocks}) > 1:
+            continue
         if len(set(of_blocks)) < len(of_blocks):
             raise ValueError(f"The blocks of this {type(unwrapped(model)).__name__} share their {place}.")
         for name in ("weight", "bias"):
@@ -40,22 +46,8 @@ def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
     return divergence
 
 
-def _norms_of_blocks(model: nn.Module) -> dict[str, list[nn.LayerNorm]]:
-    """The norms in the same place of several blocks, if they have one width."""
-    places: dict[str, list[nn.LayerNorm]] = {}
-    for name, module in unwrapped(model).named_modules(remove_duplicate=False):
-        inside = re.fullmatch(r"blocks\.(?:\d+\.)+(.+)", name)  # WideNet may have groups of blocks
-        if inside and isinstance(module, nn.LayerNorm):
-            places.setdefault(inside[1], []).append(module)
-    return {
-        place: norms
-        for place, norms in places.items()
-        if len(norms) > 1 and len({norm.normalized_shape for norm in norms}) == 1
-    }
-
-
 def _divergence(values_ND: Tensor) -> Tensor:
-    """(D,) of eq. 9."""
+    """Compute (D,) by eq. 9."""
     blocks, width = values_ND.shape
     everywhere = values_ND.flatten()
     total_D = sum(_distances(own_D, everywhere) - _distances(own_D, own_D) for own_D in values_ND)
@@ -63,7 +55,7 @@ def _divergence(values_ND: Tensor) -> Tensor:
 
 
 def _distances(x: Tensor, others: Tensor) -> Tensor:
-    """The sum of each entry's distances to all others, by partial sums of the sorted others."""
+    """Add up each entry's distances to all others, by partial sums of the sorted others."""
     ordered = others.sort().values
     below = torch.searchsorted(ordered, x)
     sums = torch.nn.functional.pad(ordered.cumsum(0), (1, 0))

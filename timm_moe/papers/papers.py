@@ -1,7 +1,4 @@
-"""The sizes and costs that the papers print, beside those measured on the models.
-
-``python -m timm_moe.papers.papers > docs/generated/papers.md`` writes the page.
-"""
+"""The sizes and costs that the papers print, and the models': the command prints docs/generated/papers.md."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,61 +30,49 @@ PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A size or cost of a model.
+    """A size or cost of a model."""
 
-    Attributes:
-        name: with its unit.
-        measure: takes the registered name of a model and arguments of ``timm.create_model``.
-    """
-
-    name: str
-    measure: Callable[..., float]
+    name: str  #: with its unit
+    measure: Callable[..., float]  #: takes the registered name of a model and arguments of ``timm.create_model``
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a paper prints about a model.
+    """A number that a paper prints about a model."""
 
-    Attributes:
-        paper: a key of :data:`PAPERS`.
-        where: the place in it.
-        model: registered name.
-        quantity: measures the model.
-        printed: the number as printed; None if the copy at hand is not legible.
-        options: arguments of ``timm.create_model`` for the paper's model.
-        reason: explains another number of the model.
-        floor: the paper cuts digits off instead of rounding.
-    """
-
-    paper: str
-    where: str
-    model: str
+    paper: str  #: a key of :data:`PAPERS`
+    where: str  #: the place in it
+    model: str  #: registered name
     quantity: Quantity
-    printed: str | None
-    options: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    floor: bool = False
+    printed: str | None  #: the number as printed; None if the copy at hand is not legible
+    options: dict[str, Any] = field(default_factory=dict)  #: arguments of ``timm.create_model`` for the paper's model
+    reason: str = ""  #: explains another number of the model
+    floor: bool = False  #: the paper cuts digits off instead of rounding
 
     @property
     def label(self) -> str:
-        """The model and its options, written as after ``--model-kwargs``."""
+        """Name the model and its options, written as after ``--model-kwargs``."""
         return " ".join([self.model, *(f"{name}={value}" for name, value in self.options.items())])
 
     def measure(self) -> float:
-        """The model's number."""
+        """Measure the model."""
         return self.quantity.measure(self.model, **self.options)
 
     def agrees(self, value: float) -> bool:
-        """True if a value with the printed digits is the paper's number."""
+        """Tell whether a value with the printed digits is the paper's number."""
         if self.printed is None:
             return False
         unit = 10.0 ** -len(self.printed.partition(".")[2])
         difference = value - float(self.printed)
         return 0 <= difference < unit if self.floor else abs(difference) <= unit / 2
 
+    def why(self, value: float) -> str:
+        """Explain a value that is not the paper's number."""
+        return "" if self.agrees(value) else self.reason
+
 
 def _of_module(name: str, measure: Callable[[Any], float]) -> Quantity:
-    """A quantity from a function of the module, which may change it."""
+    """Make a quantity from a function of the module, which may change it."""
     return Quantity(name, lambda model, **options: measure(weightless_model(model, **options)))
 
 
@@ -100,10 +85,6 @@ def _gmacs(model: nn.Module, attention: bool = True) -> float:
     return (cost.macs - (0 if attention else cost.attention) + 5 * cost.norm) / 1e9
 
 
-def _segmentation_gmacs(model: Any) -> float:
-    return _gmacs(model) + 150 * model.embed_dim * model.patch_embed.num_patches / 1e9
-
-
 def _routers(model: nn.Module) -> list[Any]:
     return [layer.router for layer in moe_layers(model).values()]
 
@@ -114,7 +95,7 @@ def _training_cost(name: str, **options: Any) -> float:
 
 
 def _against(reference: str, copies: int = 1) -> Quantity:
-    """Training cost over the cost of one or more copies of another model with the same options."""
+    """Compare training cost with one or more copies of another model with the same options."""
 
     def measure(name: str, **options: Any) -> float:
         return 100 * (_training_cost(name, **options) / (copies * _training_cost(reference, **options)) - 1)
@@ -123,7 +104,7 @@ def _against(reference: str, copies: int = 1) -> Quantity:
 
 
 def _reached(experts: float) -> Quantity:
-    """Parameters for an image whose tokens reach so many routed experts in all layers together, on average."""
+    """Count parameters for an image whose tokens reach so many routed experts in all layers, on average."""
 
     def measure(model: nn.Module) -> float:
         layers = list(moe_layers(model).values())
@@ -142,7 +123,10 @@ DENSE = _of_module("parameters of the dense model (M)", lambda model: _dense_par
 RATIO = _of_module("parameters / the dense model's", lambda model: parameters(model) / _dense_parameters(model))
 MACS = _of_module("MACs (G)", _gmacs)
 LINEAR_MACS = _of_module("MACs (G) without attention's products", lambda model: _gmacs(model, attention=False))
-SEGMENTATION_MACS = _of_module("MACs (G) with ADE20K's classifier", _segmentation_gmacs)
+SEGMENTATION_MACS = _of_module(
+    "MACs (G) with ADE20K's classifier",
+    lambda model: _gmacs(model) + 150 * model.embed_dim * model.patch_embed.num_patches / 1e9,
+)
 TRAINING = Quantity("training cost (2^30 operations)", _training_cost)
 ROUTES = _of_module(
     "ways through the experts", lambda model: math.prod(router.routing_degree() for router in _routers(model))
@@ -154,25 +138,19 @@ PLACES = _of_module(
 
 def _widenet_and_ones() -> Iterator[Figure]:
     official = dict(official_compat=True)  # the positions and layers that the papers' counts include
-    for model, experts, shared_norm, dense in [
-        ("widenet_b", "29", "29", "9"),
-        ("widenet_l", "40", "40", "15"),
-        ("widenet_h", "63", "63", "23"),
-    ]:
+    no_experts: dict[str, Any] = {**official, "num_experts": 0}
+    for size, experts, dense in [("b", "29", "9"), ("l", "40", "15"), ("h", "63", "23")]:
         # with the ratio of its experts, the dense WideNet-B would have 10
-        ratio: dict[str, Any] = {"mlp_ratio": 4} if model == "widenet_b" else {}
+        dense_options = {**no_experts, "mlp_ratio": 4} if size == "b" else no_experts
         for where, printed, options in [
-            ("tables 1, 3", experts, {}),
-            ("table 3", shared_norm, {"shared_norm": True}),
-            ("table 3", dense, {"num_experts": 0, **ratio}),
+            ("tables 1, 3", experts, official),
+            ("table 3", experts, {**official, "shared_norm": True}),
+            ("table 3", dense, dense_options),
         ]:
-            yield Figure("WideNet", where, model, PARAMETERS, printed, {**official, **options}, floor=True)
-    for printed, options in [
-        ("40", {"depth": 12}),
-        ("15", {"num_experts": 0}),
-        ("24", {"num_experts": 0, "mlp_ratio": 8}),
-    ]:
-        yield Figure("WideNet", "table 4", "widenet_l", PARAMETERS, printed, {**official, **options}, floor=True)
+            yield Figure("WideNet", where, f"widenet_{size}", PARAMETERS, printed, options, floor=True)
+    deep, wide = {**official, "depth": 12}, {**no_experts, "mlp_ratio": 8}
+    for printed, options in [("40", deep), ("15", no_experts), ("24", wide)]:
+        yield Figure("WideNet", "table 4", "widenet_l", PARAMETERS, printed, options, floor=True)
     cifar = {**official, "pre_logits": False, "num_classes": 10}
     reason = "28.3 by the count that all other models of the table fit but ViT-L"
     yield Figure("WideNet", "table 5", "widenet_b", PARAMETERS, "27", cifar, reason, floor=True)
@@ -183,21 +161,14 @@ def _widenet_and_ones() -> Iterator[Figure]:
 
 
 def _vimoe_options(experts: int, blocks: int) -> dict[str, Any]:
-    registered = (experts, blocks) == (8, 2)
-    return {} if registered else dict(num_experts=experts, moe_layers=f"tail-{blocks}")
+    return {} if (experts, blocks) == (8, 2) else dict(num_experts=experts, moe_layers=f"tail-{blocks}")
 
 
 def _vimoe() -> Iterator[Figure]:
     for experts, blocks, shared, total, activated in [
-        (2, 5, False, "27.9", "22.0"),
-        (2, 5, True, "33.8", "27.9"),
-        (2, 12, True, "50.4", "36.2"),
-        (4, 3, False, "32.7", "22.0"),
-        (4, 3, True, "36.2", "25.6"),
-        (4, 12, True, "78.8", "36.2"),
-        (8, 2, False, "38.6", "22.0"),
-        (8, 2, True, "40.9", "24.4"),
-        (8, 12, True, "135.5", "36.2"),
+        *((2, 5, False, "27.9", "22.0"), (2, 5, True, "33.8", "27.9"), (2, 12, True, "50.4", "36.2")),
+        *((4, 3, False, "32.7", "22.0"), (4, 3, True, "36.2", "25.6"), (4, 12, True, "78.8", "36.2")),
+        *((8, 2, False, "38.6", "22.0"), (8, 2, True, "40.9", "24.4"), (8, 12, True, "135.5", "36.2")),
     ]:
         model = "vimoe_s14_shared" if shared else "vimoe_s14"
         options = _vimoe_options(experts, blocks)
@@ -224,12 +195,8 @@ def _vimoe() -> Iterator[Figure]:
     options = {**image, "routing_unit": "token", "moe_layers": "tail-1"}
     reason = "with moe_layers=tail-2 it is 50.1: the model may have had experts in two blocks"
     yield Figure("ViMoE", "table 4", "vimoe_s14_shared", SEGMENTATION_MACS, "50", options, reason)
-    for experts, blocks, reached, activated in [
-        (8, 2, 14.3, "38.9"),
-        (4, 3, 11.4, "35.5"),
-        (2, 5, 9.8, "33.6"),
-        (8, 12, 93.6, "132.6"),
-    ]:
+    reached_experts = [(8, 2, 14.3, "38.9"), (4, 3, 11.4, "35.5"), (2, 5, 9.8, "33.6"), (8, 12, 93.6, "132.6")]
+    for experts, blocks, reached, activated in reached_experts:
         options = {"routing_unit": "token", **_vimoe_options(experts, blocks)}
         yield Figure("ViMoE", "table 5", "vimoe_s14_shared", _reached(reached), activated, options)
     for experts, blocks, degree in [(2, 5, "32"), (4, 3, "64"), (8, 2, "64")]:
@@ -257,12 +224,8 @@ def _pbe() -> Iterator[Figure]:
     yield from _pbe_table_11()
     top_1, apart = {**_DOWNSTREAM, "top_k": 1}, "less than 0.6 points apart"
     for size, vmoe, ensemble in [
-        ("s32", "40.88", "-29.56"),
-        ("b32", "28.51", "-35.75"),
-        ("b16", "28.66", "-35.67"),
-        ("l32", "14.99", "-42.50"),
-        ("l16", "14.76", "-42.62"),
-        ("h14", "31.91", "-34.05"),
+        *(("s32", "40.88", "-29.56"), ("b32", "28.51", "-35.75"), ("b16", "28.66", "-35.67")),
+        *(("l32", "14.99", "-42.50"), ("l16", "14.76", "-42.62"), ("h14", "31.91", "-34.05")),
     ]:
         for copies, printed in ((1, vmoe), (2, ensemble)):
             against = _against(f"vmoe_{size}", copies)
@@ -282,9 +245,8 @@ def _pbe_table_11() -> Iterator[Figure]:
         ("l16", "vit_large_patch16_224", {}, "1069.53", "1055.14", "1134.41", "1210.91"),
         ("h14", "vit_huge_patch14_224", {}, "2962.57", "3008.02", "3436.74", "3967.77"),
     ]:
-        reason, moe_reason = "up to 0.6 % below", "3 to 4 % above"
-        if size == "h14":
-            reason, moe_reason = "5 % below", "2 to 3 % below"
+        reason = "5 % below" if size == "h14" else "up to 0.6 % below"
+        moe_reason = "2 to 3 % below" if size == "h14" else "3 to 4 % above"
         yield Figure("pBE", "table 11", vit, TRAINING, dense, {**options, "img_size": 384}, reason)
         for model, printed, top_k in [("vmoe", top_1, 1), ("vmoe", top_2, 2), ("vmoe_pbe", pbe, 1)]:
             routed = {**_DOWNSTREAM, "top_k": top_k}
@@ -301,11 +263,7 @@ FIGURES: list[Figure] = [
 
 
 def comparisons(model: str) -> Iterator[tuple[str, str]]:
-    """Compare a model with what the papers print about it: labels and texts for ``timm-moe info``.
-
-    Args:
-        model: registered name, perhaps with a pretrained tag.
-    """
+    """Compare a registered model with what the papers print about it: labels and texts for ``timm-moe info``."""
     name = model.partition(".")[0]
     figures = [figure for figure in FIGURES if figure.model == name]
     if not figures:
@@ -315,20 +273,13 @@ def comparisons(model: str) -> Iterator[tuple[str, str]]:
         for figure in of_paper:
             value = figure.measure()
             options = figure.label.removeprefix(name)
-            why = _why(figure, value)
-            yield (
-                f"  {figure.where}",
-                f"{figure.quantity.name}: {figure.printed or 'not legible'}, here {_number(value)}"
-                f"{f' with{options}' if options else ''}{f'; {why}' if why else ''}",
-            )
+            text = f"{figure.quantity.name}: {figure.printed or 'not legible'}, here {_number(value)}"
+            text += f" with{options}" if options else ""
+            yield f"  {figure.where}", text + (f"; {figure.why(value)}" if figure.why(value) else "")
 
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-
-
-def _why(figure: Figure, value: float) -> str:
-    return "" if figure.agrees(value) else figure.reason
 
 
 _INTRODUCTION = """\
@@ -372,21 +323,14 @@ is not known. The quantities:
 
 
 def page(values: Sequence[float]) -> str:
-    """The text of docs/generated/papers.md, from the measured values of all :data:`FIGURES`."""
+    """Write the text of docs/generated/papers.md from the measured values of all :data:`FIGURES`."""
     sections = [_INTRODUCTION, _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes())]
     sections.append(_LEGEND)
     for paper, number in PAPERS.items():
         rows = [
-            [
-                figure.where,
-                f"`{figure.label}`",
-                figure.quantity.name,
-                figure.printed or "not legible",
-                _number(value),
-                _why(figure, value),
-            ]
-            for figure, value in zip(FIGURES, values, strict=True)
-            if figure.paper == paper
+            [f.where, f"`{f.label}`", f.quantity.name, f.printed or "not legible", _number(value), f.why(value)]
+            for f, value in zip(FIGURES, values, strict=True)
+            if f.paper == paper
         ]
         sections.append(f"### {paper}, [arXiv {number}](https://arxiv.org/abs/{number})\n")
         sections.append(_table(["where", "model", "quantity", "paper", "here", "why they differ"], rows))

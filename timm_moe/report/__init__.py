@@ -11,7 +11,7 @@ from torch import nn
 from ..analysis.data import Inference, Source, class_names, describe_source, load_classifiers
 from ..checkpoints.source import ModelSpec
 from ..export.history import find_history
-from ..files import check_folder, publish, staged
+from ..files import check_folder, written_whole
 from ..info import measure
 from ..model_config import get_pretrained_cfg
 from .observe import observe
@@ -50,7 +50,7 @@ def write_report(
     Args:
         sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
         images: from :func:`timm_moe.analysis.data.image_folder`.
-        output_dir: folder for the page, which is made if need be.
+        output_dir: folder for the page, made if need be.
         ood_images: images of other data, which the confidence should tell apart.
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
@@ -68,30 +68,31 @@ def write_report(
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = _short_names([describe_source(source) for source in sources])
     architectures = [get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models]
-    sections: list[dict[str, Section | None]] = [{}, {}, {}, {}]
+    sections: list[dict[str, Section]] = [{}, {}, {}, {}]
     observations = {}
-    for index, (source, name, model) in enumerate(zip(sources, names, models, strict=True)):
+    for source, name, model, architecture, run in zip(sources, names, models, architectures, runs, strict=True):
         _logger.info("%s: running it on %s images ...", name, f"{len(images):,}")
         observations[name] = observe(model, name, images, ood_images, inference)
-        info = measure(copy.deepcopy(model).to("meta"), architectures[index])
+        info = measure(copy.deepcopy(model).to("meta"), architecture)
         of_model = (
             model_section(model, info, find_history(source, model, use_ema)),
-            runs[index],
+            run,
             routing_section(observations[name]),
             similarity_section(expert_similarity(model, images, inference)),
         )
         for of_kind, section in zip(sections, of_model, strict=True):
-            of_kind[name if len(names) > 1 else ""] = section  # a single model needs no name
+            if section is not None:
+                of_kind[name if len(names) > 1 else ""] = section  # a single model needs no name
     folder = "/".join(Path(images.reader.root).parts[-2:])
     text = page(
         f"What the experts do: {', '.join(dict.fromkeys(architectures))}",
         f"{', '.join(names)} on {len(images):,} images of {classes:,} classes in {folder}",
-        [
-            *({name: section for name, section in of_kind.items() if section is not None} for of_kind in sections),
-            {"": classifier_section(observations)},
-        ],
+        [*sections, {"": classifier_section(observations)}],
     )
-    return _write(Path(output_dir), text)
+    file = Path(output_dir) / FILE
+    with written_whole(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+    return file
 
 
 def _run_folder(source: Source) -> Path | None:
@@ -109,12 +110,3 @@ def _short_names(names: Sequence[str]) -> list[str]:
         if len(set(short)) == len(short):
             return short
     return [f"{number}: {name}" for number, name in enumerate(names, 1)]
-
-
-def _write(output_dir: Path, text: str) -> Path:
-    with staged(output_dir) as temporary:
-        folder = temporary / "report"
-        folder.mkdir()
-        (folder / FILE).write_text(text, encoding="utf-8")
-        publish(folder, output_dir, (FILE,))
-    return output_dir / FILE

@@ -8,22 +8,13 @@ import altair as alt
 
 from ..drawings import ALL_COLOURS
 
-#: Ratio of the largest to the smallest value above which an axis is logarithmic.
-WIDE = 100
-#: Steps of an axis of whole numbers.
-TICKS = 8
+#: Ratio of the largest to the smallest value above which an axis is logarithmic, and steps of an axis of epochs.
+WIDE, TICKS = 100, 8
 Rows = Sequence[Mapping[str, Any]]
 
 
 def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.Chart:
-    """Draw a line for each series over the epochs; positive values of very different sizes have a log axis.
-
-    Args:
-        rows: each with an ``epoch``, a ``value`` and its series.
-        series: name of the field with the series.
-        y_title: of the values.
-        percent: values are shares.
-    """
+    """Draw the ``value`` of each series over the epochs; positive values of very different sizes have a log axis."""
     values = [row["value"] for row in rows]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
     axis = alt.Axis(format="%" if percent else "~g" if logarithmic else "~f")
@@ -31,29 +22,22 @@ def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.C
     legend = alt.Legend() if len({row[series] for row in rows}) > 1 else None
     first, last = min(row["epoch"] for row in rows), max(row["epoch"] for row in rows)
     ticks = list(range(first, last + 1, max(1, math.ceil((last - first) / TICKS))))
-    return (
-        _chart(rows)
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("epoch:Q", title="epoch", axis=alt.Axis(format="d", values=ticks)),
-            y=alt.Y("value:Q", title=y_title, axis=axis, scale=scale),
-            **_series(series, legend),
-            tooltip=[f"{series}:N", "epoch:Q", alt.Tooltip("value:Q", format=".1%" if percent else ".4")],
-        )
-        .properties(width="container", height=240)
+    marks = _chart(rows, height=240).mark_line(point=True)
+    return marks.encode(
+        x=alt.X("epoch:Q", title="epoch", axis=alt.Axis(format="d", values=ticks)),
+        y=alt.Y("value:Q", title=y_title, axis=axis, scale=scale),
+        **_series(series, legend),
+        tooltip=[f"{series}:N", "epoch:Q", alt.Tooltip("value:Q", format=".1%" if percent else ".4")],
     )
 
 
 def loads(rows: Rows, even: float | None) -> Any:
     """Draw a bar for the ``share`` of each ``expert``, and a dashed line across at an even share."""
-    bars = (
-        alt.Chart()
-        .mark_bar(color=ALL_COLOURS[0])
-        .encode(
-            x=alt.X("expert:O", title="expert", axis=alt.Axis(labelAngle=0)),
-            y=alt.Y("share:Q", title="share of the choices", axis=alt.Axis(format="%")),
-            tooltip=["expert:O", alt.Tooltip("share:Q", format=".1%")],
-        )
+    bars = alt.Chart().mark_bar(color=ALL_COLOURS[0])
+    bars = bars.encode(
+        x=alt.X("expert:O", title="expert", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("share:Q", title="share of the choices", axis=alt.Axis(format="%")),
+        tooltip=["expert:O", alt.Tooltip("share:Q", format=".1%")],
     )
     layers = [bars]
     if even is not None:
@@ -64,66 +48,47 @@ def loads(rows: Rows, even: float | None) -> Any:
 
 
 def heatmap(rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False) -> alt.Chart:
-    """Draw a cell for each pair of an ``expert`` and an ``other``; darker is a larger ``value``.
-
-    Args:
-        rows: the cells.
-        x_title: of the other expert.
-        value_title: of the values.
-        highest: value of the darkest colour.
-        percent: values are shares.
-    """
+    """Draw a cell for each pair of an ``expert`` and an ``other``; a larger ``value`` is darker, up to the highest."""
     colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, highest], clamp=True)
     legend = alt.Legend(format="%" if percent else ".2")
-    return (
-        _chart(rows)
-        .mark_rect()
-        .encode(
-            x=alt.X("other:O", title=x_title, axis=alt.Axis(labelAngle=0)),
-            y=alt.Y("expert:O", title="expert"),
-            color=alt.Color("value:Q", title=value_title, scale=colours, legend=legend),
-            tooltip=["expert:O", "other:O", alt.Tooltip("value:Q", format=".1%" if percent else ".3")],
-        )
-        .properties(width="container", height=300)
+    marks = _chart(rows, height=300).mark_rect()
+    return marks.encode(
+        x=alt.X("other:O", title=x_title, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("expert:O", title="expert"),
+        color=alt.Color("value:Q", title=value_title, scale=colours, legend=legend),
+        tooltip=["expert:O", "other:O", alt.Tooltip("value:Q", format=".1%" if percent else ".3")],
     )
 
 
 def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
     """Draw a step line of the ``share`` at each ``value`` for each series."""
-    return (
-        _chart(rows)
-        .mark_line(interpolate="step")
-        .encode(
-            x=alt.X("value:Q", title=x_title, axis=alt.Axis(format="%")),
-            y=alt.Y("share:Q", title=y_title, axis=alt.Axis(format="%")),
-            **_series(series),
-            tooltip=[f"{series}:N", alt.Tooltip("value:Q", format=".0%"), alt.Tooltip("share:Q", format=".1%")],
-        )
-        .properties(width="container", height=240)
+    marks = _chart(rows, height=240).mark_line(interpolate="step")
+    return marks.encode(
+        x=alt.X("value:Q", title=x_title, axis=alt.Axis(format="%")),
+        y=alt.Y("share:Q", title=y_title, axis=alt.Axis(format="%")),
+        **_series(series),
+        tooltip=[f"{series}:N", alt.Tooltip("value:Q", format=".0%"), alt.Tooltip("share:Q", format=".1%")],
     )
 
 
 def reliability(rows: Rows) -> Any:
     """Draw accuracy against confidence in bins, beside the diagonal of a perfectly calibrated classifier."""
-    ends = [{"confidence": end, "accuracy": end} for end in (0, 1)]
-    diagonal = _chart(ends).mark_line(color=ALL_COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
+    ends = _chart([{"confidence": end, "accuracy": end} for end in (0, 1)])
+    diagonal = ends.mark_line(color=ALL_COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
     percent = alt.Axis(format="%")
     shares = [alt.Tooltip(f"{name}:Q", format=".1%") for name in ("confidence", "accuracy")]
-    points = (
-        _chart(rows)
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("confidence:Q", title="confidence (mean of the bin)", axis=percent),
-            y=alt.Y("accuracy:Q", title="accuracy", axis=percent, scale=alt.Scale(domain=[0, 1])),
-            **_series("model"),
-            tooltip=["model:N", *shares, "images:Q"],
-        )
+    points = _chart(rows).mark_line(point=True)
+    points = points.encode(
+        x=alt.X("confidence:Q", title="confidence (mean of the bin)", axis=percent),
+        y=alt.Y("accuracy:Q", title="accuracy", axis=percent, scale=alt.Scale(domain=[0, 1])),
+        **_series("model"),
+        tooltip=["model:N", *shares, "images:Q"],
     )
     return alt.layer(diagonal, points).properties(width="container", height=280)
 
 
 def chosen(chart: Any, field: str, label: str) -> Any:
-    """The chart of one value of a field at a time, which the reader chooses from a list; at first the last one."""
+    """Let the reader choose from a list one value of a field, which the chart shows; at first the last one."""
     options = list(dict.fromkeys(row[field] for row in chart.data.values))
     if len(options) < 2:
         return chart
@@ -131,12 +96,13 @@ def chosen(chart: Any, field: str, label: str) -> Any:
     return chart.add_params(choice).transform_filter(f"datum.{field} === {field}")
 
 
-def _chart(rows: Rows) -> alt.Chart:
-    return alt.Chart(alt.Data(values=list(rows)))
+def _chart(rows: Rows, height: int | None = None) -> alt.Chart:
+    chart = alt.Chart(alt.Data(values=list(rows)))
+    return chart if height is None else chart.properties(width="container", height=height)
 
 
 def _series(series: str, legend: Any = alt.Undefined) -> dict[str, Any]:
-    """A colour and a dash for each series; the same legend explains both."""
+    """Return a colour and a dash for each series; the same legend explains both."""
     colours = alt.Scale(range=list(ALL_COLOURS))
     return {
         "color": alt.Color(f"{series}:N", title=series, scale=colours, legend=legend),

@@ -4,6 +4,7 @@ Shape suffixes: I images, B images of a batch, S images that are shown, N rows o
 E experts, M members of an ensemble inside one model (1 without).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,55 +21,35 @@ from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes
 from ..convert.blocks import moe_layers
 from ..model_config import preprocessing
 
-#: Images that are shown with their patches.
-SHOWN = 12
-#: Patches that are shown of each expert, at most one of an image.
-SUREST = 8
+#: Images that are shown with their patches; patches that are shown of each expert, at most one of an image.
+SHOWN, SUREST = 12, 8
 #: Bins of the histogram of entropies, from 0 to 1.
 ENTROPY_BINS = 20
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch that an expert is sure of.
+    """A patch that an expert is sure of."""
 
-    Attributes:
-        gate: probability of the expert, from 0 to 1.
-        pixels: (3, H, W) bytes, the patch and its neighbours.
-        label: class of its image.
-    """
-
-    gate: float
-    pixels: Tensor
-    label: int
+    gate: float  #: probability of the expert, from 0 to 1
+    pixels: Tensor  #: (3, H, W) bytes, the patch and its neighbours
+    label: int  #: class of its image
 
 
 @dataclass(frozen=True)
 class LayerObservation:
-    """The decisions of a router in one call of a forward in evaluation.
+    """The decisions of a router in one call of a forward in evaluation."""
 
-    Attributes:
-        routes: the choices before capacities.
-        by_image: all rows of an image go together.
-        dropped: number of choices that found no place.
-        entropy: (ENTROPY_BINS,) number of rows by the entropy of their router's probabilities over its maximum; None of
-            a router without them.
-        grid: rows and columns of the patches; None if the rows are not patches.
-        expert_SMP: first choice of each patch of the images that are shown, E for one that was dropped.
-        gate_SMP: its probability.
-        surest: of each expert the patches with the largest gates.
-        next_EE: number of rows by their first choices here and in the next layer; None of the last one.
-    """
-
-    routes: Routes
-    by_image: bool
-    dropped: int
+    routes: Routes  #: the choices before capacities
+    by_image: bool  #: all rows of an image go together
+    dropped: int  #: number of choices that found no place
+    #: (ENTROPY_BINS,) rows by the entropy of their router's probabilities over its maximum; None without probabilities
     entropy: Tensor | None
-    grid: tuple[int, int] | None
-    expert_SMP: Tensor
-    gate_SMP: Tensor
-    surest: list[list[Patch]]
-    next_EE: Tensor | None = None
+    grid: tuple[int, int] | None  #: rows and columns of the patches; None if the rows are not patches
+    expert_SMP: Tensor  #: first choice of each patch of the images that are shown, E for one that was dropped
+    gate_SMP: Tensor  #: its probability
+    surest: list[list[Patch]]  #: patches with the largest gates of each expert
+    next_EE: Tensor | None = None  #: rows by their first choices here and in the next layer; None for the last one
 
     @property
     def name(self) -> str:
@@ -78,29 +59,17 @@ class LayerObservation:
 
 @dataclass(frozen=True)
 class Observation:
-    """The predictions of a classifier and the decisions of its routers.
+    """The predictions of a classifier and the decisions of its routers."""
 
-    Attributes:
-        classes: names of all classes.
-        labels: (I,).
-        predicted: (I,).
-        confidence: (I,) largest probability.
-        ood_confidence: the same of other images; None without any.
-        figures: by the names in :data:`timm_moe.analysis.evaluation.LABELS`.
-        layers: the routed layers, in the order of their calls.
-        shown: numbers of the images that are shown.
-        shown_pixels: (S, 3, H, W) bytes, the model's input.
-    """
-
-    classes: list[str]
-    labels: Tensor
-    predicted: Tensor
-    confidence: Tensor
-    ood_confidence: Tensor | None
-    figures: dict[str, float]
-    layers: list[LayerObservation]
-    shown: list[int]
-    shown_pixels: Tensor
+    classes: list[str]  #: names of all classes
+    labels: Tensor  #: (I,)
+    predicted: Tensor  #: (I,)
+    confidence: Tensor  #: (I,) largest probability
+    ood_confidence: Tensor | None  #: the same of other images
+    figures: dict[str, float]  #: by the names in :data:`timm_moe.analysis.evaluation.LABELS`
+    layers: list[LayerObservation]  #: the routed layers, in the order of their calls
+    shown: list[int]  #: numbers of the images that are shown
+    shown_pixels: Tensor  #: (S, 3, H, W) bytes, the model's input
 
 
 @torch.inference_mode()
@@ -111,14 +80,7 @@ def observe(
     ood_images: ImageDataset | None = None,
     inference: Inference | None = None,
 ) -> Observation:
-    """Run a classifier on images.
-
-    Args:
-        model: from :func:`timm_moe.analysis.data.load_classifiers`.
-        name: for messages.
-        images: from :func:`timm_moe.analysis.data.image_folder`.
-        ood_images: images of other data.
-        inference: settings of the forwards.
+    """Run a classifier from :func:`timm_moe.analysis.data.load_classifiers` on images; its name is for messages.
 
     Raises:
         ValueError: if an output is NaN, or an image cannot be read.
@@ -167,7 +129,7 @@ def observe(
 
 
 class _Layer:
-    """Gathers what is shown of one call of a router, batch by batch."""
+    """The observation of one call of a router, gathered batch by batch."""
 
     def __init__(self, call: RouterCall, model: nn.Module, pixels_B: Tensor):
         self.experts = call.layer.num_experts
@@ -186,7 +148,8 @@ class _Layer:
         probability = call.layer.routed_by.probabilities(call.x)
         if probability is not None:
             gate = probability.amax(-1)
-            histogram = _entropies(probability)
+            entropy = torch.special.entr(probability.double()).sum(-1) / math.log(max(2, probability.shape[-1]))
+            histogram = torch.histc(entropy.float().cpu(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
         elif call.routing.gates is not None:
             gate = call.routing.gates[:, 0]
@@ -210,32 +173,22 @@ class _Layer:
         self.next_EE = pairs_EE if self.next_EE is None else self.next_EE + pairs_EE
 
     def result(self, routes: Routes) -> LayerObservation:
-        """The observation of all batches."""
         expert_SMP, gate_SMP = (torch.cat(parts) for parts in zip(*self._shown, strict=True))
-        return LayerObservation(
-            routes,
-            self.by_image,
-            self.dropped,
-            self.entropy,
-            self.grid,
-            expert_SMP,
-            gate_SMP,
-            self.surest,
-            self.next_EE,
-        )
+        counts = (self.by_image, self.dropped, self.entropy, self.grid)
+        return LayerObservation(routes, *counts, expert_SMP, gate_SMP, self.surest, self.next_EE)
 
     def _patches(self, of_rows: Tensor) -> Tensor:
-        """(B, M, P) of (T,); no patches without a grid."""
+        """Turn (T,) into (B, M, P); no patches without a grid."""
         of_rows = of_rows.view(-1, self.copies, self.rows).cpu()
         return of_rows[..., self.rows - self.grid[0] * self.grid[1] :] if self.grid else of_rows[..., :0]
 
     def _add_surest(self, expert_BMP: Tensor, gate_BMP: Tensor, pixels_B: Tensor, labels_B: Tensor) -> None:
         for expert in range(self.experts):
             gate_B, patch_B = torch.where(expert_BMP == expert, gate_BMP, -1.0).amax(1).max(1)
-            best = [index for index in gate_B.argsort(descending=True).tolist()[:SUREST] if gate_B[index] >= 0]
             found = [
                 Patch(gate_B[index].item(), self._around(pixels_B[index], int(patch_B[index])), int(labels_B[index]))
-                for index in best
+                for index in gate_B.argsort(descending=True).tolist()[:SUREST]
+                if gate_B[index] >= 0
             ]
             self.surest[expert] = sorted(self.surest[expert] + found, key=lambda patch: -patch.gate)[:SUREST]
 
@@ -251,25 +204,17 @@ class _Layer:
         return pixels[:, top : top + round(3 * height), left : left + round(3 * width)].clone()
 
 
-def _entropies(probability: Tensor) -> Tensor:
-    """Histogram of the rows' entropies over the largest possible one."""
-    options = max(2, probability.shape[-1])
-    entropy = torch.special.entr(probability.double()).sum(-1) / torch.tensor(float(options)).log()
-    return torch.histc(entropy.float().cpu(), ENTROPY_BINS, 0, 1)
-
-
 def _grid(model: Any, x: Tensor, rows: int, size: Sequence[int]) -> tuple[int, int] | None:
-    """Rows and columns of the patches among the rows of an image."""
+    """Find the rows and columns of the patches among the rows of an image."""
     if x.ndim == 4:  # (B, H, W, D)
         return (x.shape[1], x.shape[2])
     patches = rows - int(getattr(model, "num_prefix_tokens", 0))
-    height, width = size
-    side = round((patches * height / width) ** 0.5)
+    side = round((patches * size[0] / size[1]) ** 0.5)
     return (side, patches // side) if side and side * (patches // side) == patches else None
 
 
 def _bytes(images: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Images as they were before they were normalised, (B, 3, H, W) bytes."""
+    """Return images (B, 3, H, W) as the bytes that they were before they were normalised."""
     mean, std = (torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
     pixels = ((images.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
     return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]

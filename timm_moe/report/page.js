@@ -62,7 +62,6 @@ function classTable(place, data, title) {
 }
 
 function patches(place, data) {
-  if (!data.layers.length) return;
   const images = element("div", { class: "images" }), key = element("ul", { class: "key" });
   const shown = element("input", { type: "checkbox", checked: "" });
   shown.addEventListener("change", () => images.classList.toggle("plain", !shown.checked));

@@ -24,42 +24,27 @@ CONFIG = {
 
 @dataclass
 class Part:
-    """An answer to one question.
-
-    Attributes:
-        title: the question.
-        text: sentences below.
-        chart: a Vega-Lite specification.
-        table: rows of cells, the first one the head.
-        routes: data of a drawing by page.js.
-    """
+    """An answer to one question, the title."""
 
     title: str
     text: str = ""
-    chart: dict[str, Any] | None = None
-    table: list[list[str]] | None = None
-    routes: dict[str, Any] | None = None
+    chart: dict[str, Any] | None = None  #: a Vega-Lite specification
+    table: list[list[str]] | None = None  #: rows of cells, the first one the head
+    routes: dict[str, Any] | None = None  #: data of a drawing by page.js
 
 
 @dataclass
 class Section:
-    """A part of the page with a heading of its own.
+    """A part of the page with a heading, the title."""
 
-    Attributes:
-        name: its anchor.
-        title: its heading.
-        parts: in their order.
-        text: sentences below the heading.
-    """
-
-    name: str
+    name: str  #: its anchor
     title: str
     parts: list[Part] = field(default_factory=list)
     text: str = ""
 
 
 def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -> str:
-    """The HTML of a report, with the parts of several models side by side if they have the same title.
+    """Return the HTML of a report, with the parts of several models side by side if they have the same title.
 
     Args:
         title: heading of the page.
@@ -84,7 +69,7 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
 
 
 def _rows(sections: Mapping[str, Section]) -> dict[str, list[tuple[str, Part]]]:
-    """Parts by their titles, each with the name of its model."""
+    """Group the parts by their titles, each with the name of its model."""
     rows: dict[str, list[tuple[str, Part]]] = {}
     for name, section in sections.items():
         for part in section.parts:
@@ -93,5 +78,5 @@ def _rows(sections: Mapping[str, Section]) -> dict[str, list[tuple[str, Part]]]:
 
 
 def _data(value: Any) -> str:
-    """JSON without characters that would end a script element."""
+    """Return JSON without characters that would end a script element."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert.blocks import select_blocks
-from ..layers.checks import check_integer, check_number
+from ..layers.checks import check_choice, check_integer, check_number
 from ..models.members import MembersMixin
 from ..models.vision_transformer import PreLogitsVisionTransformer
 from .learning_rates import scale_learning_rates
@@ -20,7 +20,6 @@ from .registration import cfgs, create_vit, register_sizes
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 
-FACTOR_INITS = ("sign", "normal")
 FACTORS = ("input_factor", "output_factor")
 
 
@@ -47,8 +46,7 @@ class BatchEnsembleLinear(nn.Module):
     def __init__(self, linear: nn.Linear, ensemble_size: int, factor_init: str = "sign"):
         super().__init__()
         check_integer("ensemble_size", ensemble_size, 1)
-        if not isinstance(factor_init, str) or factor_init not in FACTOR_INITS:
-            raise ValueError(f"factor_init must be one of {', '.join(FACTOR_INITS)}, got {factor_init!r}.")
+        check_choice("factor_init", factor_init, ("sign", "normal"))
         self.ensemble_size = ensemble_size
         self.factor_init = factor_init
         self.weight = linear.weight
@@ -87,17 +85,12 @@ class BatchEnsembleLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B M, ..., D) to (B M, ..., D').
-
-        Raises:
-            ValueError: if M does not divide the batch.
-        """
+        """Map x (B M, ..., D) to (B M, ..., D'); ValueError if M does not divide the batch."""
         members = self.ensemble_size
         if x.shape[0] % members:
             raise ValueError(f"A batch of {x.shape[0]} does not hold each image {members} times, once for each member.")
         x = x.unflatten(0, (x.shape[0] // members, members))
-        y = nn.functional.linear(x * _like(self.input_factor, x), self.weight)
-        y = y * _like(self.output_factor, y)
+        y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(self.output_factor, x)
         return (y if self.bias is None else y + _like(self.bias, y)).flatten(0, 1)
 
     def extra_repr(self) -> str:
@@ -119,12 +112,11 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
     Outputs: see :class:`MembersMixin`. The members separate at the first of these blocks.
 
     Args:
-        args: see :class:`PreLogitsVisionTransformer`.
+        args, kwargs: see :class:`PreLogitsVisionTransformer`.
         ensemble_size: M.
         ensemble_layers: blocks with factors, like ``moe_layers`` of :func:`timm_moe.convert_to_moe`.
         factor_init: see :class:`BatchEnsembleLinear`.
         factor_lr: learning-rate multiplier of the factors, for timm's optimizers and schedulers.
-        kwargs: see :class:`PreLogitsVisionTransformer`.
 
     Raises:
         ValueError: on an option outside its range.
@@ -158,8 +150,7 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         """Multiply the factors' learning rate by ``factor_lr`` in an optimizer that timm has just made."""
         if self.factor_lr != 1:
             factors = [getattr(layer, part) for layer in self._shared_layers().values() for part in FACTORS]
-            trained = {factor: self.factor_lr for factor in factors if factor.requires_grad}
-            scale_learning_rates(optimizer, trained)
+            scale_learning_rates(optimizer, {factor: self.factor_lr for factor in factors if factor.requires_grad})
 
     def _shared_layers(self) -> dict[str, BatchEnsembleLinear]:
         return {name: module for name, module in self.named_modules() if isinstance(module, BatchEnsembleLinear)}

@@ -46,11 +46,9 @@ class Fusion(Router):
         self.logits = nn.Parameter(torch.zeros(num_experts - bool(common_share)))
 
     def reset_parameters(self) -> None:
-        """Reset to equal weights."""
         nn.init.zeros_(self.logits)
 
     def experts_of_row(self) -> int:
-        """Count the experts of a row: all of them."""
         return self.num_experts
 
     def weights(self) -> Tensor:
@@ -62,11 +60,7 @@ class Fusion(Router):
         return torch.cat([others.new_full((1,), self.common_share), others])
 
     def forward(self, x: Tensor) -> Routing:
-        """Refuse to route.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise RuntimeError: there is nothing to route."""
         raise RuntimeError("Fused experts route nothing: they are one network for all rows.")
 
     def extra_repr(self) -> str:
@@ -78,13 +72,8 @@ class FusedMlp(MoeMlp):
 
     A step costs a dense step and the fusion, as no token is dispatched. The fused network is exported.
 
-    Args:
-        ffn: the dense network to replace.
-        router: the weights.
-        num_experts: E.
-        expert_init: see :class:`Experts`. Experts that start as copies, also from a dense checkpoint, get the same
-            gradients and stay copies: this warns.
-        **options: see :class:`MoeMlp`.
+    It takes the arguments of :class:`MoeMlp`, the router being a :class:`Fusion`, and warns of experts that start as
+    copies, also from a dense checkpoint: they get the same gradients and stay copies.
     """
 
     deploys_dense = True
@@ -127,25 +116,20 @@ class FusedMlp(MoeMlp):
             return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
 
     def _fused(self) -> dict[str, Tensor]:
-        weights_E = self.router.weights()  # type: ignore[operator]
+        """Add up the experts by their weights, in float32 or wider."""
+        weights_E, fused = self.router.weights(), {}  # type: ignore[operator]
         with no_autocast(weights_E):
-            return {name: _weighted_sum(stacked, weights_E) for name, stacked in self.expert_weights()}
+            for name, stacked in self.expert_weights():
+                wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
+                summed = weights_E.to(wide.dtype) @ wide.flatten(1)
+                fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
+        return fused
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
-        """Map each row of x (..., D) by the fused network.
-
-        Raises:
-            ValueError: if a routing is given.
-        """
+        """Map each row of x (..., D) by the fused network; ValueError if a routing is given."""
         if routing is not None:
             raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
         return call(self._ffn, self._fused(), x)
-
-
-def _weighted_sum(stacked: Tensor, weights_E: Tensor) -> Tensor:
-    """Add up the experts (E, ...) by their weights, in float32 or wider; the result has the dtype of ``stacked``."""
-    wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
-    return (weights_E.to(wide.dtype) @ wide.flatten(1)).view(wide.shape[1:]).to(stacked.dtype)
 
 
 def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:

@@ -9,11 +9,8 @@ from torch.optim import Optimizer
 def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter, float]) -> None:
     """Multiply the learning rate of some parameters, which move to groups of their own.
 
-    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers multiply by.
-
-    Args:
-        optimizer: an optimizer that has taken no step yet.
-        parameters: the factor of each parameter.
+    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers multiply by. The
+    optimizer must not have taken a step yet.
 
     Raises:
         ValueError: if the optimizer does not train one of them.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..layers import MoeMlp, Tile
+from ..layers import Tile
 from ..layers.experts import dropouts
 
 
@@ -14,23 +14,19 @@ from ..layers.experts import dropouts
 def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
     """Make a forward in eval mode return M samples of each image in a row, (B M, ...).
 
-    Images are repeated at the input of the first block that has experts with dropout; earlier blocks run once.
-
-    Args:
-        model: a model in eval mode.
-        name: name of the model for messages.
-        samples: M.
+    Images are repeated at the input of the first block that has experts with dropout; earlier blocks run once. The
+    model is in eval mode, and its name is for messages.
 
     Raises:
         ValueError: if the model has members of its own, or no experts with dropout.
     """
     if hasattr(model, "forward_members"):
         raise ValueError(f"{name} has members of its own, which are not sampled by dropout.")
-    modules = {path: _dropouts(layer) for path, layer in moe_layers(model).items() if _dropouts(layer)}
-    if not modules:
+    found = [(path, module) for path, layer in moe_layers(model).items() for _, module in dropouts(layer) if module.p]
+    if not found:
         raise ValueError(f"{name} has no experts with dropout: train it with --model-kwargs expert_dropout=0.1.")
-    block = model.get_submodule(next(iter(modules)).rpartition(".")[0])
-    sampled = nn.ModuleList([module for of_layer in modules.values() for module in of_layer])
+    block = model.get_submodule(found[0][0].rpartition(".")[0])
+    sampled = nn.ModuleList([module for _, module in found])
     tiling = block.register_forward_pre_hook(Tile(samples))
     try:
         sampled.train()
@@ -43,12 +39,8 @@ def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
 def sampled_members(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:
     """Make a function for ``members`` of :func:`timm_moe.analysis.evaluation.evaluate` that samples a model.
 
-    Args:
-        samples: M, at least 2.
-
-    Returns:
-        A function of a model, its name and images (B, channels, height, width) that returns outputs (B, M, ...). It
-        raises the errors of :func:`sampling`.
+    The function takes a model, its name and images (B, channels, height, width), and returns outputs (B, M, ...). It
+    raises the errors of :func:`sampling`.
 
     Raises:
         ValueError: if there are fewer than 2 samples.
@@ -61,7 +53,3 @@ def sampled_members(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:
             return model(x).unflatten(0, (x.shape[0], samples))
 
     return members
-
-
-def _dropouts(layer: MoeMlp) -> list[nn.Dropout]:
-    return [module for _, module in dropouts(layer) if module.p]

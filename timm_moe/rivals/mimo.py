@@ -22,17 +22,7 @@ __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the
 def draw_mixture(
     batch: int, members: int, input_repetition: float, batch_repetitions: int, device: torch.device | None = None
 ) -> Tensor:
-    """Draw which image each member sees in each row of a mixed batch.
-
-    Args:
-        batch: B.
-        members: M.
-        input_repetition: share of the rows in which all members see the same image.
-        batch_repetitions: R, how often each member sees each image.
-        device: device of the result.
-
-    Returns:
-        (T, M) indices of images.
+    """Draw the image that each member sees in each row of a mixed batch, (T, M) indices; see :class:`MimoMixin`.
 
     Raises:
         ValueError: if fewer than two rows are left to shuffle, so that members would always see the same image.
@@ -122,7 +112,7 @@ class MimoMixin(VisionTransformer):
 
     def forward_members(self, x: Tensor) -> Tensor:
         """Compute the logits (B, M, C) of each member for images x (B, channels, height, width)."""
-        return self._members(super().forward_head(self.forward_features(x)))
+        return super().forward_head(self.forward_features(x)).unflatten(1, (self.ensemble_size, -1))
 
     def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward_features(self._for_all_members(x), *args, **kwargs)
@@ -134,11 +124,8 @@ class MimoMixin(VisionTransformer):
         x = super().forward_head(x, pre_logits)
         if pre_logits or isinstance(self.head, nn.Identity):
             return x
-        members = self._members(x)
+        members = x.unflatten(1, (self.ensemble_size, -1))
         return members if self.training else as_one_classifier(members)
-
-    def _members(self, logits: Tensor) -> Tensor:
-        return logits.unflatten(1, (self.ensemble_size, -1))
 
     def _for_all_members(self, x: Tensor) -> Tensor:
         """Show an image to all members, unless the channels already hold one for each."""
@@ -146,39 +133,29 @@ class MimoMixin(VisionTransformer):
         return x.repeat(1, self.ensemble_size, 1, 1) if is_one else x
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        repeated = [
-            self._repeat_for_members(state_dict, f"{prefix}{name}", parameter, dim, divisor)
-            for name, parameter, dim, divisor in (
-                ("patch_embed.proj.weight", self.patch_embed.proj.weight, 1, self.ensemble_size),
-                ("head.weight", getattr(self.head, "weight", None), 0, self.ensemble_size),
-                ("head.bias", getattr(self.head, "bias", None), 0, 1),
-            )
-        ]
-        if {True, False} <= set(repeated):
+        """Repeat tensors that have the shape for one member."""
+        own, repeated, members = dict(self.named_parameters()), set(), self.ensemble_size
+        for name, dim, divisor in (
+            ("patch_embed.proj.weight", 1, members),
+            ("head.weight", 0, members),
+            ("head.bias", 0, 1),
+        ):
+            loaded, parameter = state_dict.get(prefix + name), own.get(name)
+            if loaded is None or parameter is None or members == 1:
+                continue
+            is_one = loaded.shape[dim] * members == parameter.shape[dim]
+            if is_one:
+                copies = [members if d == dim else 1 for d in range(loaded.ndim)]
+                state_dict[prefix + name] = loaded.repeat(copies) / divisor
+            if is_one or loaded.shape == parameter.shape:
+                repeated.add(is_one)
+        if len(repeated) > 1:
             raise ValueError(
                 f"The checkpoint has one image in its patch embedding and several in its classifier, or the reverse: "
                 f"create the model with the ensemble_size, in_chans and num_classes of the checkpoint "
                 f"(here {self.ensemble_size}, {self.in_chans} and {self.num_classes})."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _repeat_for_members(
-        self, state_dict: dict[str, Any], name: str, parameter: Tensor | None, dim: int, divisor: int
-    ) -> bool | None:
-        """Repeat a tensor of the checkpoint for all members if it has the shape for one.
-
-        Returns:
-            True if it was repeated, False if it has the shape for all members, None if neither.
-        """
-        loaded = state_dict.get(name)
-        if loaded is None or parameter is None or self.ensemble_size == 1:
-            return None
-        if loaded.shape == parameter.shape:
-            return False
-        if loaded.shape[dim] * self.ensemble_size != parameter.shape[dim]:
-            return None
-        state_dict[name] = loaded.repeat(*(self.ensemble_size if d == dim else 1 for d in range(loaded.ndim))) / divisor
-        return True
 
 
 class MimoVisionTransformer(MimoMixin, PreLogitsVisionTransformer):

@@ -38,13 +38,9 @@ def cfgs(family: str) -> dict[str, Any]:
 def register_sizes(
     module: str, family: str, description: str, create: Callable[[str, bool, dict[str, Any]], nn.Module]
 ) -> None:
-    """Register a family in all sizes.
+    """Register ``<family>_<size>`` in all sizes for the module whose ``default_cfgs`` has them.
 
-    Args:
-        module: name of the module whose ``default_cfgs`` has the models.
-        family: the names are ``<family>_<size>``.
-        description: docstring of the entrypoints, continued by the size.
-        create: ``(size, pretrained, kwargs)`` -> the model.
+    The description begins the docstring of the entrypoints; ``create`` takes the size, ``pretrained`` and ``kwargs``.
     """
     for size in ARGS:
         note = ": 512 wide and 8 blocks, not timm's ViT-S" if size == "s32" else ""

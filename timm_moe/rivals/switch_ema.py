@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..training.averaging import with_hooks
@@ -37,7 +36,9 @@ class SwitchEma:
         self.steps = 0
         optimizer = with_hooks(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._averages = {parameter: _wide(parameter) for parameter in parameters}
+        # In float32 or wider: narrower types would round small steps away.
+        wide = {parameter: torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters}
+        self._averages = {parameter: parameter.detach().to(dtype, copy=True) for parameter, dtype in wide.items()}
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
@@ -51,8 +52,3 @@ class SwitchEma:
             average.lerp_(parameter.to(average.dtype), 1 - self.decay)
             if self.steps % self.interval == 0:
                 parameter.copy_(average)
-
-
-def _wide(parameter: Tensor) -> Tensor:
-    """Copy a parameter to float32 or wider: narrower types would round small steps away."""
-    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -23,7 +23,7 @@ CONFUSED, RELIABILITY_BINS, CONFIDENCE_BINS = 15, 15, 20
 
 
 def classifier_section(observations: Mapping[str, Observation]) -> Section:
-    """The figures of evaluation, calibration, confidences and confused classes, by the names of the models."""
+    """Show the figures of evaluation, calibration, confidences and confused classes, by the names of the models."""
     several = len(observations) > 1
     table = [["", *observations]]
     for name, (label, layout) in LABELS.items():
@@ -31,11 +31,13 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         table += [[label, *cells]] if any(cells) else []
         if name == "error":
             table.append(["top-1 accuracy", *(f"{1 - seen.figures[name]:.2%}" for seen in observations.values())])
-    reliable = [row for name, seen in observations.items() for row in _reliability(name, seen)]
-    sure = " ".join(f"{f'{name}: ' if several else ''}{_calibration(seen)}" for name, seen in observations.items())
-    confidences = [
-        row for name, seen in observations.items() for row in _confidences(f"{name}, " if several else "", seen)
-    ]
+    reliable, sure, confidences, confused = [], [], [], []
+    for name, seen in observations.items():
+        reliable += _reliability(name, seen)
+        sure.append(f"{name}: {_calibration(seen)}" if several else _calibration(seen))
+        confidences += _confidences(f"{name}, " if several else "", seen)
+        confused += [[name, *row] if several else row for row in _confused(seen)]
+    sure.append("Below the dashed line it is surer than it is right.")
     histogram = charts.histogram(confidences, "images", "confidence", "share of the images")
     if any(seen.ood_confidence is not None for seen in observations.values()):
         other = "Images of other data should be to the left."
@@ -43,14 +45,9 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         other = "--ood-data-dir DIR puts the images of other classes beside them."
     parts = [
         Part("The figures", _BETTER, table=table),
-        Part(
-            "Is it as sure as it is right?",
-            f"{sure} Below the dashed line it is surer than it is right.",
-            charts.reliability(reliable).to_dict(),
-        ),
+        Part("Is it as sure as it is right?", " ".join(sure), charts.reliability(reliable).to_dict()),
         Part("How sure is it?", other, histogram.to_dict()),
     ]
-    confused = [([name] if several else []) + row for name, seen in observations.items() for row in _confused(seen)]
     if confused:
         head = (["model"] if several else []) + ["class", "taken for", "images of the class", "share of them"]
         parts.append(Part("Which classes are confused most?", table=[head, *confused]))
@@ -58,28 +55,21 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
 
 
 def _reliability(name: str, seen: Observation) -> list[dict[str, Any]]:
-    """Mean confidence and accuracy in each bin with images."""
+    """Compute mean confidence and accuracy in each bin with images."""
     index = (seen.confidence * RELIABILITY_BINS).long().clamp(max=RELIABILITY_BINS - 1)
-    right = (seen.predicted == seen.labels).double()
-    count, confidence, accuracy = (
-        index.bincount(weights, RELIABILITY_BINS).double() for weights in (None, seen.confidence.double(), right)
-    )
-    return [
-        {
-            "model": name,
-            "confidence": (confidence[number] / count[number]).item(),
-            "accuracy": (accuracy[number] / count[number]).item(),
-            "images": int(count[number]),
-        }
-        for number in count.nonzero().flatten().tolist()
-    ]
+    right = seen.predicted == seen.labels
+    rows = []
+    for bin_number in index.unique().tolist():
+        own = index == bin_number
+        confidence, accuracy = (values[own].double().mean().item() for values in (seen.confidence, right))
+        rows.append({"model": name, "confidence": confidence, "accuracy": accuracy, "images": int(own.sum())})
+    return rows
 
 
 def _calibration(seen: Observation) -> str:
     """Say if mean confidence and accuracy differ by more than chance (95 %) and :data:`TOLERANCE`."""
     right = (seen.predicted == seen.labels).double()
-    gap = seen.confidence.double() - right
-    images = len(gap)
+    gap, images = seen.confidence.double() - right, len(right)
     chance = 1.96 * (gap.std().item() if images > 1 else 1.0) / math.sqrt(images)
     if abs(gap.mean()) <= max(chance, TOLERANCE):
         verdict = f"Neither over- nor under-confident on average, as far as {images:,} images can tell"
@@ -93,26 +83,22 @@ def _calibration(seen: Observation) -> str:
 
 
 def _confidences(prefix: str, seen: Observation) -> list[dict[str, Any]]:
-    rows = []
-    for kind, confidence in (("these images", seen.confidence), ("other data", seen.ood_confidence)):
-        if confidence is not None:
-            share = torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1) / len(confidence)
-            rows += [
-                {"value": (index + 0.5) / CONFIDENCE_BINS, "share": value, "images": f"{prefix}{kind}"}
-                for index, value in enumerate(share.tolist())
-            ]
-    return rows
+    return [
+        {"value": (index + 0.5) / CONFIDENCE_BINS, "share": count / len(confidence), "images": f"{prefix}{kind}"}
+        for kind, confidence in (("these images", seen.confidence), ("other data", seen.ood_confidence))
+        if confidence is not None
+        for index, count in enumerate(torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1).tolist())
+    ]
 
 
 def _confused(seen: Observation) -> list[list[str]]:
-    """Label, prediction, images of the label, share of them; the most frequent pairs first."""
+    """List label, prediction, images of the label and share of them; the most frequent pairs first."""
     classes = len(seen.classes)
     wrong = seen.predicted != seen.labels
     pair, count = (seen.labels[wrong] * classes + seen.predicted[wrong]).unique(return_counts=True)
-    total = seen.labels.bincount(minlength=classes)
     rows = []
     for index in count.argsort(descending=True)[:CONFUSED].tolist():
         label, taken = divmod(int(pair[index]), classes)
-        share = count[index].item() / total[label].item()
-        rows.append([seen.classes[label], seen.classes[taken], str(int(total[label])), f"{share:.0%}"])
+        total = int((seen.labels == label).sum())
+        rows.append([seen.classes[label], seen.classes[taken], str(total), f"{int(count[index]) / total:.0%}"])
     return rows

@@ -18,14 +18,20 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
-    """The model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
+    """Show the model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
     boxes = _boxes(model)
-    own = _own_experts(model)
-    size = {"model": info.name, "experts": _experts(info)}
-    size |= {"members": f"{info.members}{own}"} if info.members > 1 else {}
-    size |= {"parameters in training": f"{info.total:,}", "activated for a token": f"{info.activated:,}"}
-    size |= {} if info.exported is None else {"exported": f"{info.exported:,}"}
-    size |= {"evaluation of an image": f"{info.gflops:.3f} GFLOPs", "input": " x ".join(map(str, info.input_size))}
+    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
+    experts = f"{info.num_experts} in {layers}; {info.top_k} for each {info.routing_unit}"
+    size = {
+        "model": info.name,
+        "experts": experts if info.moe_layers else "none",
+        "members": f"{info.members}{_own_experts(model)}" if info.members > 1 else None,
+        "parameters in training": f"{info.total:,}",
+        "activated for a token": f"{info.activated:,}",
+        "exported": None if info.exported is None else f"{info.exported:,}",
+        "evaluation of an image": f"{info.gflops:.3f} GFLOPs",
+        "input": " x ".join(map(str, info.input_size)),
+    }
     parts = [
         Part("Where the experts sit", _sentences(model, info, boxes), routes={"kind": "blocks", "blocks": boxes}),
         Part("Size and cost", table=_table(size)),
@@ -33,28 +39,36 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     if history.options:
         table = [["option", "value"], *([name, value] for name, value in history.options.items())]
         parts.append(Part("How it was trained", "train.py's options, those that are set.", table=table))
-    if origin := _origin(history):
+    origin = {
+        "file": history.file,
+        "epoch": history.epoch,
+        "pretrained weights": history.base,
+        "start": history.start,
+        "weights": "the EMA weights of the checkpoint" if history.ema else None,
+        "data": history.dataset,
+        "gathered by": history.method,
+        **({f"experts' {name}": value for name, value in asdict(history.experts).items()} if history.experts else {}),
+    }
+    if any(value is not None for value in origin.values()):
         parts.append(Part("Where it came from", table=_table(origin)))
     return Section("model", "The model", parts)
 
 
-def _table(rows: dict[str, str]) -> list[list[str]]:
-    return [["", ""], *([name, value] for name, value in rows.items())]
-
-
-def _experts(info: ModelInfo) -> str:
-    if not info.moe_layers:
-        return "none"
-    unit = "image" if info.routing_unit == "image" else "token"
-    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
-    return f"{info.num_experts} in {layers}; {info.top_k} for each {unit}"
+def _table(rows: dict[str, Any]) -> list[list[str]]:
+    return [["", ""], *([name, str(value)] for name, value in rows.items() if value is not None)]
 
 
 def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]]) -> str:
-    """The place of the experts, the choice among them, shared experts and members."""
+    """Tell the place of the experts, the choice among them, shared experts and members."""
     layers = moe_layers(model)
+    members = (
+        f" The model is an ensemble of {info.members} members in one: each gives an answer of its own, and the mean of "
+        "their probabilities is the model's."
+        if info.members > 1
+        else ""
+    )
     if not layers:
-        return f"This model has no expert layers.{_members(info)}"
+        return f"This model has no expert layers.{members}"
     places = sum(box["experts"] > 0 for box in boxes)
     text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
     if places > len(layers):
@@ -74,30 +88,21 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
         text += f" A router chooses {number} for each token."
     if shared_by := [path for path, layer in layers.items() if isinstance(layer, SharedExpertMlp)]:
         text += f" Beside these there is a shared expert, which every token passes through, in {', '.join(shared_by)}."
-    return text + _members(info)
-
-
-def _members(info: ModelInfo) -> str:
-    if info.members == 1:
-        return ""
-    return (
-        f" The model is an ensemble of {info.members} members in one: each gives an answer of its own, and the mean of "
-        "their probabilities is the model's."
-    )
+    return text + members
 
 
 def _own_experts(model: nn.Module) -> str:
-    """The experts of each member of an ensemble inside one model; empty if all members have all."""
+    """Name the experts of each member of an ensemble inside one model; empty if all members have all."""
     routers = [layer.routed_by for layer in moe_layers(model).values() if isinstance(layer.routed_by, EnsembleRouter)]
     if not routers:
         return ""
-    members, own = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
-    experts = [f"expert {m}" if own == 1 else f"experts {m * own} to {(m + 1) * own - 1}" for m in range(members)]
-    return "; " + ", ".join(f"member {m + 1} has {experts[m]}" for m in range(members))
+    members, each = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
+    experts = [f"expert {m}" if each == 1 else f"experts {m * each} to {(m + 1) * each - 1}" for m in range(members)]
+    return "; " + ", ".join(f"member {number} has {own}" for number, own in enumerate(experts, 1))
 
 
 def _boxes(model: nn.Module) -> list[dict[str, Any]]:
-    """All places of feed-forward networks, in order; one in several blocks has several places."""
+    """List all places of feed-forward networks, in order; one in several blocks has several places."""
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     found = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in networks]
     plain = all(_BLOCK.fullmatch(path) for path, _ in found)
@@ -108,18 +113,3 @@ def _boxes(model: nn.Module) -> list[dict[str, Any]]:
         }
         for path, module in found
     ]
-
-
-def _origin(history: History) -> dict[str, str]:
-    known = {
-        "file": history.file,
-        "epoch": history.epoch,
-        "pretrained weights": history.base,
-        "start": history.start,
-        "weights": "the EMA weights of the checkpoint" if history.ema else None,
-        "data": history.dataset,
-        "gathered by": history.method,
-    }
-    if history.experts is not None:
-        known |= {f"experts' {name}": value for name, value in asdict(history.experts).items()}
-    return {name: str(value) for name, value in known.items() if value is not None}

@@ -15,12 +15,11 @@ CELL, LARGEST = 48, 224
 
 
 def patches_part(seen: Observation) -> Part:
-    """The images that are shown, with the first choice of each patch."""
+    """Show images with the first choice of each patch."""
     title = "Which patches go to which expert?"
     layers = [layer for layer in seen.layers if layer.grid is not None]
     if not layers:
-        text = "The rows of these layers are not patches of an image."
-        return Part(title, text, routes={"kind": "patches", "layers": []})
+        return Part(title, "The rows of these layers are not patches of an image.")
     drawn = [
         {
             "name": f"{layer.name}, member {member + 1}" if layer.routes.members > 1 else layer.name,
@@ -36,10 +35,11 @@ def patches_part(seen: Observation) -> Part:
         f"{seen.classes[seen.labels[number]]}, predicted {seen.classes[seen.predicted[number]]}"
         for number in seen.shown
     ]
-    images = [_data_uri(pixels) for pixels in seen.shown_pixels]
-    return Part(
-        title, _sentences(layers), routes={"kind": "patches", "images": images, "labels": labels, "layers": drawn}
-    )
+    images = [_image(pixels) for pixels in seen.shown_pixels]
+    for image in images:
+        image.thumbnail((LARGEST, LARGEST))
+    routes = {"kind": "patches", "images": [*map(_jpeg, images)], "labels": labels, "layers": drawn}
+    return Part(title, _sentences(layers), routes=routes)
 
 
 def _sentences(layers: Sequence[LayerObservation]) -> str:
@@ -57,7 +57,7 @@ def _sentences(layers: Sequence[LayerObservation]) -> str:
 
 
 def surest_part(seen: Observation) -> Part | None:
-    """The patches with the largest gates of each expert; None where the rows are not patches."""
+    """Show the patches with the largest gates of each expert; None where the rows are not patches."""
     layers = [layer for layer in seen.layers if any(layer.surest)]
     if not layers:
         return None
@@ -70,10 +70,8 @@ def surest_part(seen: Observation) -> Part | None:
         }
         for layer in layers
     ]
-    if layers[0].by_image:
-        text = "The images with the largest gates."
-    else:
-        text = "The patches with the largest gates, with what is around them, at most one of an image."
+    text = "The patches with the largest gates, with what is around them, at most one of an image."
+    text = "The images with the largest gates." if layers[0].by_image else text
     return Part("What is each expert surest of?", text, routes={"kind": "surest", "layers": drawn})
 
 
@@ -84,15 +82,8 @@ def _caption(patches: Sequence[Patch], classes: Sequence[str]) -> str:
     return f"gates {patches[-1].gate:.2f} to {patches[0].gate:.2f}; of {of}"
 
 
-def _data_uri(pixels: Tensor) -> str:
-    """Bytes (3, H, W) as a ``data:`` address of a JPEG."""
-    image = _image(pixels)
-    image.thumbnail((LARGEST, LARGEST))
-    return _jpeg(image)
-
-
 def _sheet(rows: Sequence[Sequence[Tensor]]) -> str:
-    """Rows of pictures (3, H, W) as one, each a square of CELL pixels; white where a row has no more."""
+    """Paste rows of pictures (3, H, W) into one, each a square of CELL pixels; white where a row has no more."""
     whole = Image.new("RGB", (max(map(len, rows)) * CELL, len(rows) * CELL), "white")
     for row, pictures in enumerate(rows):
         for column, pixels in enumerate(pictures):
@@ -106,6 +97,7 @@ def _image(pixels: Tensor) -> Image.Image:
 
 
 def _jpeg(image: Image.Image) -> str:
+    """Return the ``data:`` address of a JPEG."""
     stream = BytesIO()
     image.save(stream, "JPEG", quality=75)
     return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()

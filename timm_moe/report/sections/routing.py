@@ -22,7 +22,7 @@ DEAD = 0.1
 
 
 def routing_section(seen: Observation) -> Section | None:
-    """The experts of images and patches; None of a model without a router that depends on its input."""
+    """Show the experts of images and patches; None for a model without a router that depends on its input."""
     if not seen.layers:
         return None
     parts = [
@@ -43,7 +43,17 @@ def _load_part(layers: Sequence[LayerObservation]) -> Part:
         for expert, share in enumerate(layer.routes.load().tolist())
     ]
     even = 1 / layers[0].routes.experts if len({layer.routes.experts for layer in layers}) == 1 else None
-    text = f"{_dead(layers)} {_dropped(layers)}{' The dashed line is an even share.' if even else ''}"
+    # The rows of an image that go together are one choice.
+    choices = sum(
+        layer.routes.images() * layer.routes.top_k * layer.routes.members
+        if layer.by_image
+        else int(layer.routes.count_IE.sum())
+        for layer in layers
+    )
+    dropped = sum(layer.dropped for layer in layers)
+    lost = f"{dropped:,} of them found no place and were dropped." if dropped else "None of them was dropped."
+    text = f"{_dead(layers)} This counts {choices:,} choices in evaluation. {lost}"
+    text += " The dashed line is an even share." if even else ""
     return Part("Did any expert die?", text, charts.chosen(charts.loads(rows, even), "layer", "layer").to_dict())
 
 
@@ -59,19 +69,6 @@ def _dead(layers: Sequence[LayerObservation]) -> str:
         f"None has less than a tenth of an even share. The least chosen, expert {shares.index(min(shares))} of {name}, "
         f"has {min(shares):.0%} of it."
     )
-
-
-def _dropped(layers: Sequence[LayerObservation]) -> str:
-    choices = sum(_choices(layer) for layer in layers)
-    dropped = sum(layer.dropped for layer in layers)
-    lost = f"{dropped:,} of them found no place and were dropped." if dropped else "None of them was dropped."
-    return f"This counts {choices:,} choices in evaluation. {lost}"
-
-
-def _choices(layer: LayerObservation) -> int:
-    """Number of choices; the rows of an image that go together are one choice."""
-    routes = layer.routes
-    return routes.images() * routes.top_k * routes.members if layer.by_image else int(routes.count_IE.sum())
 
 
 def _classes_part(seen: Observation) -> Part:
@@ -92,10 +89,8 @@ def _classes_part(seen: Observation) -> Part:
         }
         for layer in seen.layers
     ]
-    classes = seen.layers[0].routes.classes
-    return Part(
-        "Which expert sees which class?", text, routes={"kind": "classes", "classes": classes, "layers": layers}
-    )
+    routes = {"kind": "classes", "classes": seen.layers[0].routes.classes, "layers": layers}
+    return Part("Which expert sees which class?", text, routes=routes)
 
 
 def _preference(seen: Observation) -> str:

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,69 +15,65 @@ from .similarity import DISTANCE
 
 #: Distance of the experts from their mean, over the size of that mean, below which they count as together.
 TOGETHER = 0.1
-#: Columns of summary.csv with losses, and their names.
-LOSS_COLUMNS = {"train_loss": "training", "eval_loss": "evaluation"}
+#: Columns of summary.csv, with the key and the name of their series.
+COLUMNS = {
+    "train_loss": ("images", "training"),
+    "eval_loss": ("images", "evaluation"),
+    "eval_top1": ("accuracy", "top-1"),
+    "eval_top5": ("accuracy", "top-5"),
+}
 #: Points of a chart over the epochs.
 Points = list[dict[str, Any]]
+#: An epoch, a layer's name, and its figures in experts.json.
+Layers = list[tuple[int, str, dict[str, Any]]]
 
 
 def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
-    """The training run in train.py's folder; None if nothing is known of it.
+    """Show the training run in train.py's folder; None if nothing is known about it.
 
-    Args:
-        folder: train.py's.
-        classes: their number; with five or fewer the best five are always right, and are left out.
+    The accuracy of the best five answers is left out if there are five classes or fewer, as it is always 1.
 
     Raises:
         ValueError: if a file is damaged.
     """
-    rows = _summary(folder) if folder else []
-    epochs = read_epochs(folder) if folder else []
+    if folder is None:
+        return None
+    rows, epochs = _summary(folder), read_epochs(folder)
     if not rows and not epochs:
         return None
-    columns = {"eval_top1": "top-1"} | ({} if classes and classes <= 5 else {"eval_top5": "top-5"})
-    losses = _points(rows, LOSS_COLUMNS, "images")
-    accuracies = _points(rows, columns, "accuracy")
+    points = [
+        {"epoch": int(row["epoch"]), "value": row[column], key: series}
+        for row in rows
+        for column, (key, series) in COLUMNS.items()
+        if column in row and not (series == "top-5" and classes and classes <= 5)
+    ]
+    losses = [point for point in points if "images" in point]
+    accuracies = [point for point in points if "accuracy" in point]
+    layers = [(entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()]
     parts = [
         _part("Does the loss still fall?", losses, _trend, "images", "loss"),
         _part("How accurate was it in each epoch?", accuracies, _best, "accuracy", "accuracy (%)"),
         _share_rate_part(epochs),
-        _spread_part(epochs),
-        _load_part(epochs),
-        _dropped_part(epochs),
-        _router_losses_part(epochs),
+        _spread_part(epochs, layers),
+        _load_part(layers),
+        _dropped_part(layers),
+        _router_losses_part(layers),
     ]
     return Section("run", "The training run", [part for part in parts if part is not None])
 
 
-def _summary(folder: Path) -> list[dict[str, str]]:
-    """The rows of summary.csv; of a repeated epoch the last one."""
+def _summary(folder: Path) -> list[dict[str, float]]:
+    """Read the figures in summary.csv by epoch; the last ones of a repeated epoch."""
     file = folder / "summary.csv"
     if not file.exists():
         return []
     try:
         with open(file, newline="") as stream:
             rows = [row for row in csv.DictReader(stream) if (row.get("epoch") or "").isdecimal()]
-    except (UnicodeDecodeError, csv.Error) as error:
+        figures = [{name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)} for row in rows]
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{file} is damaged: it is not the table that train.py writes.") from error
-    return list({row["epoch"]: row for row in rows}.values())
-
-
-def _points(rows: Sequence[Mapping[str, str]], columns: Mapping[str, str], key: str) -> Points:
-    """The values of some columns that are there, with the name of their series under a key."""
-    return [
-        {"epoch": int(row["epoch"]), "value": _number(row[column]), key: series}
-        for row in rows
-        for column, series in columns.items()
-        if row.get(column)
-    ]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return list({row["epoch"]: row for row in figures}.values())
 
 
 def _part(
@@ -89,16 +85,9 @@ def _part(
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
-    """A chart of the finite values, with a sentence on the epochs of the others; None if there are no values.
+    """Draw the finite values, with a sentence on the epochs of the others; None if there are no values.
 
-    Args:
-        title: of the part.
-        points: with ``epoch``, ``value``, the series and the choice.
-        text: sentences, or a function of the points in the chart.
-        series: field whose values are the lines.
-        y_title: of the values.
-        choice: field; the reader chooses one of its values.
-        percent: values are shares.
+    ``series`` names the field whose values are the lines, ``choice`` one of whose values the reader chooses one.
     """
     known = [point for point in points if _is_finite(point["value"])]
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
@@ -115,15 +104,14 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _lost(epochs: Sequence[int]) -> str:
-    """A sentence on the epochs that a chart leaves out, as "epochs 1 to 3 and 7"."""
+    """Write a sentence on the epochs that a chart leaves out, such as "epochs 1 to 3 and 7"."""
     if not epochs:
         return ""
     spans: list[list[int]] = []
     for epoch in epochs:
-        if spans and spans[-1][1] == epoch - 1:
-            spans[-1][1] = epoch
-        else:
+        if not spans or spans[-1][1] != epoch - 1:
             spans.append([epoch, epoch])
+        spans[-1][1] = epoch
     ranges = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
     listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
     return (
@@ -136,13 +124,10 @@ def _trend(losses: Points) -> str:
     images = "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
     own = [point for point in losses if point["images"] == images]
     lowest, last = min(own, key=lambda point: point["value"]), own[-1]
-    if lowest is last:
-        text = f"The {images} loss was lowest in the last epoch, {last['epoch']}: {last['value']:.4g}."
-    else:
-        text = (
-            f"The {images} loss was lowest in epoch {lowest['epoch']}: {lowest['value']:.4g}. In the last epoch, "
-            f"{last['epoch']}, it was {last['value']:.4g}."
-        )
+    place = f"the last epoch, {last['epoch']}" if lowest is last else f"epoch {lowest['epoch']}"
+    text = f"The {images} loss was lowest in {place}: {lowest['value']:.4g}."
+    if lowest is not last:
+        text += f" In the last epoch, {last['epoch']}, it was {last['value']:.4g}."
     if len({point["images"] for point in losses}) > 1:
         text += " The training loss is that of augmented images, with label smoothing and the routers' losses in it."
     return text
@@ -156,13 +141,11 @@ def _best(accuracies: Points) -> str:
     return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
 
 
-def _of_layers(epochs: Sequence[dict[str, Any]], value: Callable[[Any], float | None]) -> Points:
-    """A finite number of each layer over the epochs."""
+def _of_layers(layers: Layers, figure: str) -> Points:
     return [
-        {"epoch": entry["epoch"], "layer": name, "value": value(layer)}
-        for entry in epochs
-        for name, layer in entry["layers"].items()
-        if _is_finite(value(layer))
+        {"epoch": epoch, "layer": name, "value": layer[figure]}
+        for epoch, name, layer in layers
+        if _is_finite(layer.get(figure))
     ]
 
 
@@ -176,9 +159,9 @@ def _share_rate_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     return _part("How much are the experts averaged?", rates, text, "of", "share rate of the last step")
 
 
-def _spread_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    """The distance of the experts from their mean, and a verdict by its mean over the layers."""
-    spreads = _of_layers(epochs, lambda layer: layer["spread"])
+def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | None:
+    """Show the distance of the experts from their mean, and judge by its mean over the layers."""
+    spreads = _of_layers(layers, "spread")
     if not spreads:
         return None
     first, last = spreads[0]["epoch"], spreads[-1]["epoch"]
@@ -206,34 +189,27 @@ def _spread_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     return _part(title, spreads, text, "layer", "distance from the mean")
 
 
-def _load_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    loads = [
-        {"epoch": entry["epoch"], "layer": name, "expert": str(expert), "value": share}
-        for entry in epochs
-        for name, layer in entry["layers"].items()
-        for expert, share in enumerate(layer.get("load", []))
-        if _is_finite(share)
-    ]
+def _load_part(layers: Layers) -> Part | None:
+    loads, idle, last = [], [], layers[-1][0] if layers else 0
+    for epoch, name, layer in layers:
+        for expert, share in enumerate(layer.get("load", [])):
+            if _is_finite(share):
+                loads.append({"epoch": epoch, "layer": name, "expert": str(expert), "value": share})
+                if epoch == last and share * len(layer["load"]) < DEAD:
+                    idle.append(f"expert {expert} of {name}")
     if not loads:
         return None
-    last = epochs[-1]
-    idle = [
-        f"expert {expert} of {name}"
-        for name, layer in last["layers"].items()
-        for expert, share in enumerate(layer.get("load") or [])
-        if share is not None and share * len(layer["load"]) < DEAD
-    ]
     little = "had less than a tenth of an even share"
     found = f"these {little}: {', '.join(idle)}" if idle else f"none {little}"
     text = (
-        f"In the last epoch, {last['epoch']}, {found}. The chart has each expert's share of the choices. A line that "
+        f"In the last epoch, {last}, {found}. The chart has each expert's share of the choices. A line that "
         "falls to 0 is an expert that the router no longer takes."
     )
     return _part("Is every expert used in training?", loads, text, "expert", "share of the choices", "layer", True)
 
 
-def _dropped_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    dropped = _of_layers(epochs, lambda layer: layer.get("dropped"))
+def _dropped_part(layers: Layers) -> Part | None:
+    dropped = _of_layers(layers, "dropped")
     if not any(row["value"] for row in dropped):
         return None
     most = max(row["value"] for row in dropped if row["epoch"] == dropped[-1]["epoch"])
@@ -244,12 +220,11 @@ def _dropped_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
     return _part("How many choices found no place?", dropped, text, "layer", "dropped choices", percent=True)
 
 
-def _router_losses_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
+def _router_losses_part(layers: Layers) -> Part | None:
     losses = [
-        {"epoch": entry["epoch"], "layer": layer, "value": value, "loss": name}
-        for entry in epochs
-        for layer, epoch_of_layer in entry["layers"].items()
-        for name, value in epoch_of_layer.get("losses", {}).items()
+        {"epoch": epoch, "layer": name, "value": value, "loss": loss}
+        for epoch, name, layer in layers
+        for loss, value in layer.get("losses", {}).items()
     ]
     text = (
         "These losses keep the experts evenly used, and are added to the training loss. Even use is 0 for importance "

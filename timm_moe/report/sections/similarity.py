@@ -29,32 +29,19 @@ DISTANCE = (
 
 @dataclass(frozen=True)
 class ExpertSimilarity:
-    """Similarity of the experts of a layer.
+    """Similarity of the experts of a layer."""
 
-    Attributes:
-        layer: its name.
-        weights_EE: cosine of the weights of two experts.
-        outputs_EE: cosine of their outputs, on average over rows.
-        spread: see :func:`timm_moe.training.epoch_log.relative_distance_to_mean`.
-    """
-
-    layer: str
-    weights_EE: Tensor
-    outputs_EE: Tensor
-    spread: float | None
+    layer: str  #: its name
+    weights_EE: Tensor  #: cosine of the weights of two experts
+    outputs_EE: Tensor  #: cosine of their outputs, on average over rows
+    spread: float | None  #: see :func:`timm_moe.training.epoch_log.relative_distance_to_mean`
 
 
 @torch.inference_mode()
 def expert_similarity(
     model: nn.Module, images: ImageDataset, inference: Inference | None = None
 ) -> list[ExpertSimilarity]:
-    """Compare the experts of each layer of a model in eval mode.
-
-    Args:
-        model: from :func:`timm_moe.analysis.data.load_classifiers`.
-        images: some of them are run through the model, for the rows of each layer.
-        inference: settings of the forwards.
-    """
+    """Compare the experts of each layer of a model in eval mode, on the rows that some of the images give it."""
     layers = moe_layers(model)
     some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
     rows: dict[str, Tensor] = {}
@@ -74,32 +61,25 @@ def expert_similarity(
     for path, layer in layers.items():
         weights_ED = torch.cat([stacked.float().flatten(1) for stacked in whole_experts(layer).values()], 1)
         outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
-        similarities.append(
-            ExpertSimilarity(
-                path,
-                _cosines(weights_ED.unsqueeze(1)),
-                _cosines(torch.stack(outputs)),
-                relative_distance_to_mean(layer),
-            )
-        )
+        cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
+        similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
     return similarities
 
 
 def _output(layer: MoeMlp, expert: int, x_TD: Tensor) -> Tensor:
-    """Output of one expert for all rows."""
     choice_T1 = torch.full((len(x_TD), 1), expert, device=x_TD.device)
     routing = routing_to(choice_T1, torch.ones_like(choice_T1, dtype=x_TD.dtype), layer.num_experts)
     return MoeMlp.forward(layer, x_TD, routing=routing)
 
 
 def _cosines(x_ETD: Tensor) -> Tensor:
-    """(E, E), means over the rows."""
+    """Return the means over the rows, (E, E)."""
     unit_ETD = nn.functional.normalize(x_ETD, dim=2)
     return torch.einsum("etd,ftd->ef", unit_ETD, unit_ETD).cpu() / x_ETD.shape[1]
 
 
 def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | None:
-    """The chart of all cosines; None of a model without expert layers."""
+    """Show all cosines in one chart; None for a model without expert layers."""
     if not similarities:
         return None
     rows = [
