@@ -102,8 +102,8 @@ def export_dense(
 
     A model without expert layers, as a student after its training, is written unchanged. (If timm has no such model, as
     for WideNet or shifted patches, it becomes a dense model of this package.) The written files are loaded again, by
-    stock timm or the reader named above, and compared with the source before the folder appears under its name. After
-    a failure nothing is left behind.
+    stock timm or the reader named above, and compared with the source before the folder appears under its name. A
+    failure leaves no file behind.
 
     Args:
         source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see

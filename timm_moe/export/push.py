@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from torch import nn
 
 from ..checkpoints.source import ModelSpec, describe, load_source
 from ..convert.blocks import moe_layers
-from ..files import scratch_folder
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import export_dense, export_moe, stated_labels
@@ -117,8 +117,8 @@ def push_dense(
         if not moe_layers(model):
             return _publish_folder(folder, model, order)
         del model
-    with scratch_folder("push") as temporary:
-        made = temporary / "model"
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary, "model")
         export = export_dense(source, made, method, svd_ratio=svd_ratio, **vars(order.settings))
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
@@ -150,8 +150,8 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         if not moe_layers(model):
             raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
         return _publish_folder(folder, model, order)
-    with scratch_folder("push") as temporary:
-        made = export_moe(source, temporary / "model", **vars(order.settings))
+    with tempfile.TemporaryDirectory() as temporary:
+        made = export_moe(source, Path(temporary, "model"), **vars(order.settings))
         return _publish(made, _card_of_folder(made, recorded_history(made), order), order)
 
 
@@ -241,8 +241,8 @@ def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
     settings = order.settings
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     labels = stated_labels(model, settings) if has_labels else {}
-    with scratch_folder("push") as temporary:
-        made = _with_statements(folder, temporary / "model", settings.license, labels)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = _with_statements(folder, Path(temporary, "model"), settings.license, labels)
         return _publish(made, _card_of_folder(made, recorded_history(folder), order), order)
 
 
