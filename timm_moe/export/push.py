@@ -95,13 +95,10 @@ def push_dense(
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: for ``method="svd"``, see there.
-        **options: of the commit: ``revision``, a branch that is created if it does not exist, ``create_pr``, open a
-            pull request instead, and ``dry_run``, do everything but upload, without login and network; see
-            :class:`timm_moe.export.Destination`. Of the card: ``license``, ``dataset`` and ``metrics``, as
-            ``{"top1": 77.1}``; see :class:`timm_moe.export.Statements`. By default the data set and the results
-            come from train.py, the results only if the published model computes the function that was measured. Of the
-            model: ``spec``, ``use_ema``, ``model_args``, ``example_inputs``, ``label_names`` and
-            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`.
+        **options: fields of :class:`timm_moe.export.Destination` (``revision``, ``create_pr``, ``dry_run``), of
+            :class:`timm_moe.export.Statements` for the card (``license``, ``dataset``, ``metrics``) and of
+            :class:`timm_moe.export.ModelOptions`. By default the data set and the results come from train.py, the
+            results only if the published model computes the function that was measured.
 
     Raises:
         ValueError: if an option is wrong, the export fails, or the Hub rejects the card.
@@ -139,9 +136,7 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
     Args:
         source: a model of a registered name, a train.py checkpoint, a safetensors file, or a folder, which is uploaded
             unchanged.
-        repo_id: ``user/name``; the repository is created if it does not exist.
-        private: make the repository a private one.
-        **options: of :func:`push_dense`, whose errors are raised too.
+        repo_id, private, **options: as for :func:`push_dense`, whose errors are raised too.
     """
     order = _begin(repo_id, private, options)
     folder = folder_of(source)
@@ -163,9 +158,8 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
-        repo_id: ``user/name``; the repository is created if it does not exist.
-        private: make the repository a private one.
-        **options: of :func:`push_dense` for the commit, the card and the class names. Its errors are raised too.
+        repo_id, private, **options: as for :func:`push_dense`, whose errors are raised too; of the model only the class
+            names can be stated.
     """
     order = _begin(repo_id, private, options)
     return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
@@ -247,7 +241,7 @@ def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
 
 
 def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
-    """Return the folder itself if its config.json has these entries, otherwise a copy that differs in them."""
+    """Return the folder itself if its config.json has these entries, otherwise a copy with them."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     config = {**json.loads(text), **labels}
     drop_second_num_classes(config)
@@ -307,11 +301,7 @@ def _log_in() -> HfApi:
 
 
 def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
-    """Create the repository and branch if they do not exist, then make one commit.
-
-    Returns:
-        The commit's URL, None where the revision has these files already, and the revision to load.
-    """
+    """Make one commit; return its URL, None where the files are there already, and the revision to load."""
     repo_id, revision = destination.repo_id, destination.revision
     try:
         is_private = api.model_info(repo_id, timeout=TIMEOUT).private
