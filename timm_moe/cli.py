@@ -24,7 +24,7 @@ from .checkpoints.source import ModelSpec, describe, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
 from .export.export import export_dense, export_moe
-from .export.push import Push, client_output, folder_of, push_dense, push_folder, push_moe
+from .export.push import client_output, folder_of, push_dense, push_folder, push_moe
 from .files import check_writable, write_json
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
@@ -35,11 +35,7 @@ from .rivals import sampled_members
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command and return the exit status; an error is printed in one sentence.
-
-    Args:
-        args: from :func:`timm_moe_cli.parser`.
-    """
+    """Run a command of :func:`timm_moe_cli.parser` and return the exit status; an error is printed in one sentence."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
@@ -68,10 +64,8 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    names = ("use_ema", "overwrite", "allow_nonfinite")
-    options = {**{name: getattr(args, name) for name in names}, "spec": _spec(args), "label_names": _label_names(args)}
+    options = _model_options(args, "use_ema", "overwrite", "allow_nonfinite")
     if args.moe:
-        _refuse_method(args, "--moe writes the expert model itself")
         path = export_moe(args.source, args.output_dir, **options)
         print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
     else:
@@ -92,9 +86,8 @@ def _export(args: argparse.Namespace) -> None:
 
 def _push(args: argparse.Namespace) -> None:
     names = ("private", "revision", "create_pr", "dry_run", "license", "dataset", "metrics", "use_ema")
-    options = {**{name: getattr(args, name) for name in names}, "spec": _spec(args), "label_names": _label_names(args)}
+    options = _model_options(args, *names)
     if args.moe:
-        _refuse_method(args, "--moe publishes the expert model itself")
         pushed = push_moe(args.source, args.repo_id, **options)
     elif args.method is None and args.svd_ratio is None and folder_of(args.source) is not None:
         pushed = push_folder(args.source, args.repo_id, **options)
@@ -102,30 +95,24 @@ def _push(args: argparse.Namespace) -> None:
         method = args.method or "average"
         pushed = push_dense(args.source, args.repo_id, method=method, svd_ratio=args.svd_ratio, **options)
     print("Checked: timm loads the model, bit for bit.")
-    print(_uploaded(pushed, args.dry_run))
+    files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
+    if args.dry_run:
+        print("\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card]))
+    elif pushed.url is None:
+        print(f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded.")
+    else:
+        print("\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url]))
     print(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
 
 
-def _uploaded(pushed: Push, dry_run: bool) -> str:
-    files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
-    if dry_run:
-        return "\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card])
-    if pushed.url is None:
-        return f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded."
-    return "\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url])
-
-
-def _refuse_method(args: argparse.Namespace, reason: str) -> None:
-    if args.method is not None or args.svd_ratio is not None:
-        raise ValueError(f"{reason}, so --method and --svd-ratio have no place beside it.")
-
-
-def _label_names(args: argparse.Namespace) -> list[str] | None:
-    if args.data_dir is not None:
-        return class_names(image_folder(args.data_dir, args.split, args.class_map))
-    if args.class_map:
+def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return options by name, and those that say which model is read and how its classes are called."""
+    if args.moe and (args.method is not None or args.svd_ratio is not None):
+        raise ValueError("--moe takes the expert model itself, so --method and --svd-ratio have no place beside it.")
+    if args.class_map and args.data_dir is None:
         raise ValueError("--class-map numbers the folders of --data-dir: name that too.")
-    return None
+    labels = None if args.data_dir is None else class_names(image_folder(args.data_dir, args.split, args.class_map))
+    return {**{name: getattr(args, name) for name in names}, "spec": _spec(args), "label_names": labels}
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
@@ -134,14 +121,11 @@ def _spec(args: argparse.Namespace) -> ModelSpec:
     return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
-def _inference(args: argparse.Namespace) -> Inference:
-    amp_dtype = getattr(torch, args.amp_dtype) if args.amp else None
-    return Inference(args.batch_size, args.workers, args.device, amp_dtype)
-
-
 def _loading(args: argparse.Namespace) -> dict[str, Any]:
     """Return how checkpoints are read and run."""
-    return {"spec": _spec(args), "use_ema": args.use_ema, "inference": _inference(args)}
+    amp_dtype = getattr(torch, args.amp_dtype) if args.amp else None
+    inference = Inference(args.batch_size, args.workers, args.device, amp_dtype)
+    return {"spec": _spec(args), "use_ema": args.use_ema, "inference": inference}
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -154,8 +138,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
     print("\n".join([*args.sources, table(result)]))
     if args.json:
-        settings = _settings(args, "sources", "ood_data_dir", "ood_split", "mc_dropout")
-        write_json(args.json, {**settings, "metrics": result})
+        write_json(
+            args.json, {**_settings(args, "sources", "ood_data_dir", "ood_split", "mc_dropout"), "metrics": result}
+        )
 
 
 def _fewshot(args: argparse.Namespace) -> None:
@@ -198,24 +183,23 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
 
 def _routes(args: argparse.Namespace) -> None:
     check_output(args.output_dir, args.overwrite)
-    inference = _inference(args)
+    loading = _loading(args)
     if args.segmentation is not None:
-        all_routes = _routes_of_patches(args, inference)
+        all_routes = _routes_of_patches(args, **loading)
     else:
         if args.ignore_index is not None:
             raise ValueError("--ignore-index is a label of pixels: name the folder of the masks with --segmentation.")
         images = image_folder(args.data_dir, args.split, args.class_map)
-        (model,) = load_classifiers([args.source], images, _spec(args), args.use_ema, inference)
-        all_routes = collect_routes(model, images, inference)
+        (model,) = load_classifiers([args.source], images, **loading)
+        all_routes = collect_routes(model, images, loading["inference"])
     summary = summarize_all(all_routes, args.threshold)
     settings = _settings(args, "source", "threshold", "segmentation", "ignore_index")
-    if args.segmentation is not None:
-        settings["split"] = None
+    settings["split"] = args.split if args.segmentation is None else None
     write_routes(all_routes, {**settings, **summary}, args.output_dir)
     print("\n".join([args.source, routes_table(summary)]))
 
 
-def _routes_of_patches(args: argparse.Namespace, inference: Inference) -> list[Routes]:
+def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool, inference: Inference) -> list[Routes]:
     split = None if args.split == "validation" else args.split  # its default
     for option, value in (("--split", split), ("--crop-pct", args.crop_pct), ("--crop-mode", args.crop_mode)):
         if value is not None:
@@ -224,7 +208,7 @@ def _routes_of_patches(args: argparse.Namespace, inference: Inference) -> list[R
             )
     classes = read_class_names(args.class_map) if args.class_map else None
     pair_files(args.data_dir, args.segmentation)  # before the model is read, which may take long
-    model = load_source(args.source, _spec(args), args.use_ema).to(inference.torch_device()).eval()
+    model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
     images = MaskedImages(args.data_dir, args.segmentation, preprocessing(model), classes, **ignore)
     return collect_patch_routes(model, images, inference)
@@ -292,11 +276,9 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str, bool]:
-    """Measure a registered name or the model of a file or folder.
+    """Measure a registered name or the model of a file, and the divergence of the norms of a file's weights.
 
-    Returns:
-        Sizes and costs, the mean divergence of the norms of a file's weights, and whether the model is as registered
-        but for the number of classes.
+    The last value says whether the model is as registered but for the number of classes.
     """
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
     is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import check_folder, dump_json, publish, staged
+from ..files import check_folder, publish, staged, write_json
 from .routing_statistics import Routes
 
 _logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
     with staged(output_dir) as temporary:
         folder = temporary / "routes"
         folder.mkdir()
-        dump_json(folder / "routes.json", contents)
+        write_json(folder / "routes.json", contents)
         with open(folder / "routes.csv", "w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["layer", "class", "expert", "share"])

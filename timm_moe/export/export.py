@@ -1,8 +1,6 @@
 """Export of a trained model: load, make it dense, write, verify, publish the folder."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,21 +62,13 @@ class Export:
 
 @dataclass
 class _Candidate:
-    """A model on its way to a folder.
+    """A model on its way to a folder."""
 
-    Attributes:
-        model: the exporter's own copy.
-        layout: writes the folder and reads it again; it knows the entries of config.json.
-        inputs: arguments for the comparison of outputs, or None.
-        expected: outputs that the model must give after it was written.
-        exact: whether they are the outputs of the source.
-    """
-
-    model: nn.Module
-    layout: Format
-    inputs: Any
-    expected: Any = None
-    exact: bool = True
+    model: nn.Module  # the exporter's own copy
+    layout: Format  # writes the folder and reads it again
+    inputs: Any  # arguments for the comparison of outputs, or None
+    expected: Any = None  # outputs that the model must give after it was written
+    exact: bool = True  # whether they are the outputs of the source
 
 
 def export_dense(
@@ -100,10 +90,9 @@ def export_dense(
     module, torchvision's for instance, is written as a state dict, for
     ``model.load_state_dict(safetensors.torch.load_file("DIR/model.safetensors"))``; config.json names its class.
 
-    A model without expert layers, as a student after its training, is written unchanged. (If timm has no such model, as
-    for WideNet or shifted patches, it becomes a dense model of this package.) The written files are loaded again, by
-    stock timm or the reader named above, and compared with the source before the folder appears under its name. After
-    a failure nothing is left behind.
+    A model without expert layers is written unchanged. If timm has none such, as for WideNet or shifted patches, it
+    becomes a dense model of this package. The written files are loaded again, by stock timm or the reader named above,
+    and compared with the source before the folder appears under its name. A failure leaves no file behind.
 
     Args:
         source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
@@ -128,11 +117,7 @@ def export_dense(
     target = check_target(output_dir, overwrite)
     candidate = _load(source, settings, allow_nonfinite, method)
     candidate = _make_dense(candidate, method, svd_ratio, allow_nonfinite)
-    with _staging_folder(target, overwrite) as folder:
-        _write(candidate, folder, target)
-        del candidate.model  # it need not be in memory beside the one that is loaded
-        written, difference = _verify(candidate, folder)
-        publish(folder, target, _file_names(folder, target))
+    written, difference = _write(candidate, target, overwrite)
     architecture, library = architecture_of(written), candidate.layout.library
     return Export(target, architecture, parameters(written), difference, candidate.exact, library)
 
@@ -156,8 +141,7 @@ def export_moe(
         source: an expert model of a registered name, or a file or folder of one, as for :func:`export_dense`.
         output_dir: folder to write; missing parents are made.
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
-        overwrite: replace the model in a folder that already holds something.
-        allow_nonfinite: write weights that contain NaN or Inf.
+        overwrite, allow_nonfinite: as for :func:`export_dense`.
         **options: the others of :func:`export_dense`, whose errors are raised too.
 
     Raises:
@@ -167,10 +151,7 @@ def export_moe(
     target = check_target(output_dir, overwrite)
     candidate = _load(source, settings, allow_nonfinite, method=None)
     candidate.expected = source_outputs(candidate.model, candidate.inputs, allow_nonfinite)
-    with _staging_folder(target, overwrite) as folder:
-        _write(candidate, folder, target)
-        _verify(candidate, folder)
-        publish(folder, target, FILES)
+    _write(candidate, target, overwrite)
     return target
 
 
@@ -193,10 +174,7 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
 def _load(
     source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinite: bool, method: str | None
 ) -> _Candidate:
-    """Load and check a source, and find out all that config.json and the comparison of outputs need.
-
-    ``method`` says how the experts will become one network; None if they remain.
-    """
+    """Load and check a source for export by a method, or with its experts if the method is None."""
     model = _load_model(source, settings)
     if method is None:
         _require_registered_experts(model)
@@ -259,10 +237,7 @@ def _require_finite_weights(model: nn.Module) -> None:
 
 
 def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
-    """Write the input size, classes and licence of the weights to a timm model's config; return the class names.
-
-    The licence in the config is kept only on request: it may belong to weights that the model never held.
-    """
+    """Write input size, classes and licence of the weights to a timm model's config; return the class names."""
     labels, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
     license = settings.license or (cfg.get("license") if keep_license else None)
     stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
@@ -313,14 +288,11 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
         return {}
 
 
-# --- dense, write, verify
+# --- make dense; write, verify and publish
 
 
 def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, allow_nonfinite: bool) -> _Candidate:
-    """Replace the experts of each layer by one network, and run the model for the comparison.
-
-    The experts give the expected outputs if the dense model computes the same function, otherwise the dense model does.
-    """
+    """Replace the experts of each layer by one network; run the experts for comparison if it equals them, else it."""
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
@@ -339,30 +311,23 @@ def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, all
     return replace(candidate, expected=expected, exact=exact)
 
 
-@contextmanager
-def _staging_folder(target: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder on the target's file system, which is gone when the block ends."""
+def _write(candidate: _Candidate, target: Path, overwrite: bool) -> tuple[nn.Module, float | None]:
+    """Write the files, load and compare them, and publish them.
+
+    Returns:
+        The model that was loaded from the files, and the largest difference of its outputs.
+    """
     with staged(target) as temporary:
         check_target(target, overwrite)  # another process may have written there since
         folder = temporary / "model"  # the temporary folder itself is closed to other users
         folder.mkdir()
-        yield folder
-
-
-def _write(candidate: _Candidate, folder: Path, target: Path) -> None:
-    try:
-        candidate.layout.write(candidate.model, folder)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{target} could not be written: {error}") from error
-
-
-def _verify(candidate: _Candidate, folder: Path) -> tuple[nn.Module, float | None]:
-    """Load the written files, and return the model and the largest difference of its outputs."""
-    written = candidate.layout.read(folder)
-    return written, compare(candidate.expected, written, candidate.inputs)
-
-
-def _file_names(folder: Path, target: Path) -> list[str]:
-    """List the files to publish, config.json last, and the adapters in the target that must go."""
-    stale = [name for name in _ADAPTERS if (target / name).exists()]
-    return [*stale, *sorted({file.name for file in folder.iterdir()} - {FILES[-1]}), FILES[-1]]
+        try:
+            candidate.layout.write(candidate.model, folder)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{target} could not be written: {error}") from error
+        del candidate.model  # it need not be in memory beside the one that is loaded
+        written = candidate.layout.read(folder)
+        difference = compare(candidate.expected, written, candidate.inputs)
+        names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
+        publish(folder, target, [*_ADAPTERS, *names, "config.json"])  # the adapters of an older model go
+    return written, difference

@@ -31,17 +31,11 @@ FILES = ("model.safetensors", "config.json")
 
 @dataclass
 class TimmFormat:
-    """Layout that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
+    """Layout that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads."""
 
-    Attributes:
-        entries: of config.json, beside timm's own.
-        model_args: arguments of ``timm.create_model``, beside the arguments that timm has recorded.
-        loader: name of the reader for error messages.
-    """
-
-    entries: dict[str, Any]
-    model_args: dict[str, Any]
-    loader: str
+    entries: dict[str, Any]  # of config.json, beside timm's own
+    model_args: dict[str, Any]  # of timm.create_model, beside what timm has recorded
+    loader: str  # name of the reader for error messages
     library = "timm"
 
     def write(self, model: nn.Module, folder: Path) -> None:
@@ -146,10 +140,7 @@ def architecture_of(model: nn.Module) -> str:
 
 
 def timm_model_in(model: nn.Module) -> nn.Module:
-    """Take the model of timm out of transformers' TimmWrapper, with the wrapper's preprocessing and class names.
-
-    Any other model is returned unchanged.
-    """
+    """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
     if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
         return model
     wrapper: Any = model
@@ -173,13 +164,8 @@ def drop_second_num_classes(config: dict[str, Any]) -> None:
 def load_checked(folder: Path, loader: str) -> nn.Module:
     """Load a folder with timm, in eval mode, and compare the model's tensors with the file's bit for bit.
 
-    Args:
-        folder: with config.json and model.safetensors.
-        loader: name of the reader for error messages.
-
     Raises:
         ValueError: if the folder cannot be loaded, or timm had to change a tensor for it to fit.
-        RuntimeError: if this version of timm cannot read the file.
     """
     try:
         with quick_init():

@@ -28,9 +28,7 @@ _TRAINING_OPTIONS = (
 _DEPENDENT_OPTIONS = {
     "amp": ("amp_dtype",),
     "model_ema": ("model_ema_decay",),
-    "kd_model_name": (
-        *("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight"),
-    ),
+    "kd_model_name": ("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight"),
 }
 #: Prefixes of ``--dataset`` before a name on the Hub.
 _HUB_READERS = ("hfds", "hfids")
@@ -64,27 +62,16 @@ def _fits(value: Any, kind: Any) -> bool:
 
 @dataclass(frozen=True)
 class Experts(_Record):
-    """The experts that a dense model was made of.
+    """The experts that a dense model was made of."""
 
-    Attributes:
-        model: name of the expert model.
-        layers: number of its expert layers.
-        experts: number of experts in each layer.
-        shared: whether there is a shared expert beside them.
-        averaged: whether they were averaged in training.
-        mean: whether the model in eval mode computes the same as the network made of its experts.
-        parameters: of the whole model.
-        fused: whether learned weights fuse the experts.
-    """
-
-    model: str
-    layers: int
-    experts: int
-    shared: bool
-    averaged: bool
-    mean: bool
-    parameters: int
-    fused: bool = False
+    model: str  # name of the expert model
+    layers: int  # number of its expert layers
+    experts: int  # in each layer
+    shared: bool  # whether there is a shared expert beside them
+    averaged: bool  # whether they were averaged in training
+    mean: bool  # whether the model in eval mode computes the same as the network made of its experts
+    parameters: int  # of the whole model
+    fused: bool = False  # whether learned weights fuse the experts
 
     @classmethod
     def of(cls, model: nn.Module) -> "Experts":
@@ -103,36 +90,19 @@ class Experts(_Record):
 
 @dataclass(frozen=True)
 class History(_Record):
-    """Origin and training of weights, in words that may be published: no paths.
+    """Origin and training of weights, in words that may be published: no paths. ValueError for impossible values."""
 
-    Attributes:
-        file: name of the checkpoint or folder, or ``hf-hub:`` name; None for a model in memory.
-        options: options of train.py, if it wrote the file.
-        epoch: number of the last epoch, from 0.
-        ema: whether these are the EMA weights.
-        metrics: results of these weights from train.py's ``summary.csv``.
-        base: name on the Hub of the pretrained weights that training began from.
-        start: other weights that training began from: a file, or the folder of a gathered student.
-        dataset: name of the data set for train.py, unless it is a folder of images.
-        dataset_on_hub: whether that is a name on the Hub.
-        experts: experts that the dense model was made of.
-        method: method by which it was made.
-
-    Raises:
-        ValueError: if a value is impossible.
-    """
-
-    file: str | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    epoch: int | None = None
-    ema: bool = False
-    metrics: dict[str, int | float] = field(default_factory=dict)
-    base: str | None = None
-    start: str | None = None
-    dataset: str | None = None
-    dataset_on_hub: bool = False
-    experts: Experts | None = None
-    method: str | None = None
+    file: str | None = None  # checkpoint, folder or ``hf-hub:`` name; None for a model in memory
+    options: dict[str, str] = field(default_factory=dict)  # of train.py, if it wrote the file
+    epoch: int | None = None  # the last one, from 0
+    ema: bool = False  # whether these are the EMA weights
+    metrics: dict[str, int | float] = field(default_factory=dict)  # from train.py's summary.csv
+    base: str | None = None  # name on the Hub of the pretrained weights that training began from
+    start: str | None = None  # other weights that training began from: a file, or the folder of a gathered student
+    dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
+    dataset_on_hub: bool = False  # whether that is a name on the Hub
+    experts: Experts | None = None  # that the dense model was made of
+    method: str | None = None  # by which it was made
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,15 +119,9 @@ class History(_Record):
 
 
 def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool = False) -> History:
-    """Find the history of a source: all of it if train.py wrote the file, or if it was exported from such a file.
+    """Find the history of a source and its loaded model, or of its EMA weights.
 
-    Args:
-        source: as for :func:`timm_moe.checkpoints.source.load_source`.
-        model: the model that was loaded from it.
-        use_ema: whether these are the EMA weights of a train.py checkpoint.
-
-    Raises:
-        ValueError: as :func:`recorded_history`.
+    All of it is known if train.py wrote the file, or if the folder was exported from such a file.
     """
     if isinstance(source, nn.Module):
         return History()
@@ -175,11 +139,7 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
 
 
 def recorded_history(folder: Path) -> History:
-    """Read the history in the config.json of a folder; without an entry it is the folder's name.
-
-    Raises:
-        ValueError: if the entry is damaged.
-    """
+    """Read the history in a folder's config.json; without it, the folder's name. ValueError if it is damaged."""
     record = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(ENTRY)
     if record is None:
         return History(public(folder.absolute()))

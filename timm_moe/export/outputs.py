@@ -22,10 +22,7 @@ TOLERANCE = 1e-4
 def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
     """Return the caller's example inputs, or two images that are always the same, in the model's type on its device.
 
-    None is returned, with a warning, if nothing says what the model takes.
-
-    Raises:
-        ValueError: if a model of transformers does not say it, or the caller's inputs hold no tensor.
+    None is returned, with a warning, if a model that is neither of timm nor of transformers does not say what it takes.
     """
     if example_inputs is None:
         shape = _image_shape(model)
@@ -68,11 +65,7 @@ def _image_shape(model: Any) -> tuple[int, ...] | None:
 
 
 def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
-    """Run a model before its export; None without inputs.
-
-    Raises:
-        ValueError: if a model that timm did not make does not run on the inputs, or an output is NaN or Inf.
-    """
+    """Run a model before its export; raise ValueError if it does not run or an output is NaN or Inf."""
     if inputs is None:
         return None
     try:
@@ -108,10 +101,9 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
-    """Return the largest difference of a loaded model's outputs from the expected ones; None if there are no outputs.
+    """Return the largest difference of a loaded model's outputs from the expected ones, or raise ValueError.
 
-    Raises:
-        ValueError: if it is too large, or the outputs differ in number or shape.
+    None is returned if there is nothing to compare.
     """
     if inputs is None:
         return None

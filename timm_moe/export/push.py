@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from torch import nn
 
 from ..checkpoints.source import ModelSpec, describe, load_source
 from ..convert.blocks import moe_layers
-from ..files import scratch_folder
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import export_dense, export_moe, stated_labels
@@ -95,13 +95,10 @@ def push_dense(
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: for ``method="svd"``, see there.
-        **options: of the commit: ``revision``, a branch that is created if it does not exist, ``create_pr``, open a
-            pull request instead, and ``dry_run``, do everything but upload, without login and network; see
-            :class:`timm_moe.export.Destination`. Of the card: ``license``, ``dataset`` and ``metrics``, as
-            ``{"top1": 77.1}``; see :class:`timm_moe.export.Statements`. By default the data set and the results
-            come from train.py, the results only if the published model computes the function that was measured. Of the
-            model: ``spec``, ``use_ema``, ``model_args``, ``example_inputs``, ``label_names`` and
-            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`.
+        **options: fields of :class:`timm_moe.export.Destination` (``revision``, ``create_pr``, ``dry_run``), of
+            :class:`timm_moe.export.Statements` for the card (``license``, ``dataset``, ``metrics``) and of
+            :class:`timm_moe.export.ModelOptions`. By default the data set and the results come from train.py, the
+            results only if the published model computes the function that was measured.
 
     Raises:
         ValueError: if an option is wrong, the export fails, or the Hub rejects the card.
@@ -117,8 +114,8 @@ def push_dense(
         if not moe_layers(model):
             return _publish_folder(folder, model, order)
         del model
-    with scratch_folder("push") as temporary:
-        made = temporary / "model"
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary, "model")
         export = export_dense(source, made, method, svd_ratio=svd_ratio, **vars(order.settings))
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
@@ -139,9 +136,7 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
     Args:
         source: a model of a registered name, a train.py checkpoint, a safetensors file, or a folder, which is uploaded
             unchanged.
-        repo_id: ``user/name``; the repository is created if it does not exist.
-        private: make the repository a private one.
-        **options: of :func:`push_dense`, whose errors are raised too.
+        repo_id, private, **options: as for :func:`push_dense`, whose errors are raised too.
     """
     order = _begin(repo_id, private, options)
     folder = folder_of(source)
@@ -150,8 +145,8 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         if not moe_layers(model):
             raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
         return _publish_folder(folder, model, order)
-    with scratch_folder("push") as temporary:
-        made = export_moe(source, temporary / "model", **vars(order.settings))
+    with tempfile.TemporaryDirectory() as temporary:
+        made = export_moe(source, Path(temporary, "model"), **vars(order.settings))
         return _publish(made, _card_of_folder(made, recorded_history(made), order), order)
 
 
@@ -163,9 +158,8 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
-        repo_id: ``user/name``; the repository is created if it does not exist.
-        private: make the repository a private one.
-        **options: of :func:`push_dense` for the commit, the card and the class names. Its errors are raised too.
+        repo_id, private, **options: as for :func:`push_dense`, whose errors are raised too; of the model only the class
+            names can be stated.
     """
     order = _begin(repo_id, private, options)
     return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
@@ -241,13 +235,13 @@ def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
     settings = order.settings
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     labels = stated_labels(model, settings) if has_labels else {}
-    with scratch_folder("push") as temporary:
-        made = _with_statements(folder, temporary / "model", settings.license, labels)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = _with_statements(folder, Path(temporary, "model"), settings.license, labels)
         return _publish(made, _card_of_folder(made, recorded_history(folder), order), order)
 
 
 def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
-    """Return the folder itself if its config.json has these entries, otherwise a copy that differs in them."""
+    """Return the folder itself if its config.json has these entries, otherwise a copy with them."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     config = {**json.loads(text), **labels}
     drop_second_num_classes(config)
@@ -307,11 +301,7 @@ def _log_in() -> HfApi:
 
 
 def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
-    """Create the repository and branch if they do not exist, then make one commit.
-
-    Returns:
-        The commit's URL, None where the revision has these files already, and the revision to load.
-    """
+    """Make one commit; return its URL, None where the files are there already, and the revision to load."""
     repo_id, revision = destination.repo_id, destination.revision
     try:
         is_private = api.model_info(repo_id, timeout=TIMEOUT).private
