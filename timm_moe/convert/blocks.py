@@ -23,9 +23,16 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
         ValueError: if the rule is unknown or asks for blocks that the model does not have.
     """
     if isinstance(moe_layers, str):
-        rule, _, number = moe_layers.rpartition("-")
-        if rule in ("every", "last", "tail") and number.isdecimal():
-            return _blocks_by_rule(rule, int(number), depth)
+        rule, _, text = moe_layers.rpartition("-")
+        if rule in ("every", "last", "tail") and text.isdecimal():
+            allowed, number = range(1, depth, 2) if rule == "last" else range(depth), int(text)
+            if not 1 <= number <= len(allowed):
+                kind = "odd-numbered blocks" if rule == "last" else "blocks"
+                raise ValueError(
+                    f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {len(allowed)}, the number "
+                    f"of {kind} with an Mlp."
+                )
+            return list(allowed[number - 1 :: number] if rule == "every" else allowed[-number:])
         parts: list[Any] = list(moe_layers.split(","))
         blocks = [int(part) for part in parts if part.strip().isdecimal()]
     else:
@@ -41,17 +48,6 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
     if len(set(blocks)) < len(blocks):
         raise ValueError(f"moe_layers names a block twice: {moe_layers!r}.")
     return sorted(blocks)
-
-
-def _blocks_by_rule(rule: str, number: int, depth: int) -> list[int]:
-    blocks = range(1, depth, 2) if rule == "last" else range(depth)
-    if not 1 <= number <= len(blocks):
-        kind = "odd-numbered blocks" if rule == "last" else "blocks"
-        raise ValueError(
-            f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {len(blocks)}, the number of {kind} "
-            "with an Mlp."
-        )
-    return list(blocks[number - 1 :: number] if rule == "every" else blocks[-number:])
 
 
 def share_rate_and_schedule(layer: MoeMlp) -> tuple[float, str]:
@@ -112,26 +108,16 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     return experts
 
 
-def put_experts(model: nn.Module, path: str, network: nn.Module, layer: MoeMlp) -> None:
-    """Replace a network by an expert layer, in every block that shares it."""
-    if isinstance(network, SplitFfn):
-        network.install(model, model.get_submodule(path.rpartition(".")[0]), layer)
+def put(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:
+    """Replace a network by an expert layer, or the other way round, in every block that shares it."""
+    block = model.get_submodule(path.rpartition(".")[0])
+    if isinstance(old, SplitFfn):
+        old.install(model, block, new)
+    elif isinstance(new, SplitFfn):
+        new.restore(model, block)
     else:
-        _replace(model, network, layer)
-
-
-def put_network(model: nn.Module, path: str, layer: MoeMlp, network: nn.Module) -> None:
-    """Replace an expert layer by a network, in every block that shares it."""
-    if isinstance(network, SplitFfn):
-        network.restore(model, model.get_submodule(path.rpartition(".")[0]))
-    else:
-        _replace(model, layer, network)
-
-
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is old]:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new)
+        for name in [name for name, module in model.named_modules(remove_duplicate=False) if module is old]:
+            model.set_submodule(name, new)
 
 
 def copy_sharing_tensors(model: ModelT) -> ModelT:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -26,7 +25,7 @@ TOLERANCE = 1e-4
 
 def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
     """Raise ValueError, with the network's name in the model, unless the network can become experts."""
-    reason = _first_reason(model, network)
+    reason = _unfit(model, network) or _mixing(network)
     if reason:
         parts = " with ".join(network._modules) if isinstance(network, SplitFfn) else f"a {type(network).__name__}"
         raise ValueError(f"{path}, {parts}, cannot become experts: {reason}.")
@@ -40,18 +39,14 @@ def row_width(network: nn.Module) -> int:
     # A foreign network may name its layers in any order: try the widths on the meta device.
     memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()}
     probe = copy.deepcopy(network, memo).eval()
-    return next((width for width in widths if _accepts(probe, width)), next(iter(widths)))
+    for width in widths:
+        with contextlib.suppress(Exception):  # a foreign network may raise anything
+            probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))
+            return width
+    return next(iter(widths))
 
 
-def _accepts(probe: nn.Module, width: int) -> bool:
-    try:
-        probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))
-    except Exception:  # a foreign network may raise anything
-        return False
-    return True
-
-
-def _first_reason(model: nn.Module, network: nn.Module) -> str | None:
+def _unfit(model: nn.Module, network: nn.Module) -> str | None:
     if any(isinstance(module, MoeMlp) for module in network.modules()):
         return "it is an expert layer already, or holds one"
     buffer = next(iter(network.named_buffers()), None)
@@ -61,42 +56,25 @@ def _first_reason(model: nn.Module, network: nn.Module) -> str | None:
         return "it has no parameters"
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
-    other = next(_further_names(model, network), None)
-    if other is not None:
-        return f"it is used twice, since its weights are also called {other}"
-    return _mixing(network)
-
-
-def _further_names(model: nn.Module, network: nn.Module) -> Iterator[str]:
-    """Yield the names, after the first, of each of the network's parameters in the model."""
-    own, seen = {id(parameter) for parameter in network.parameters()}, set()
+    own, first = {id(parameter) for parameter in network.parameters()}, {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and id(parameter) in seen:
-            yield name
-        seen.add(id(parameter))
+        if id(parameter) in own and name not in first:
+            return f"it is used twice, since its weights are also called {name}"
+    return None
 
 
 @torch.no_grad()
 def _mixing(network: nn.Module) -> str | None:
-    """Run a few rows in eval mode, with the network's weights and with random ones; return what is wrong.
+    """Return what is wrong with a network's outputs of a few rows in eval mode.
 
-    Weights at or near zero would hide that rows mix.
+    The weights are random: ones at or near zero would hide that rows mix.
     """
     width, generator = row_width(network), torch.Generator().manual_seed(0)
-    probe = copy.deepcopy(network).eval()
-    reason = None
+    probe = copy.deepcopy(network).eval().float()
     if next(probe.parameters()).is_meta:
         probe = probe.to_empty(device="cpu")
-    else:
-        reason = _mixing_of(probe.float(), width, generator)
-    if reason:
-        return reason
     for weight in probe.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
-    return _mixing_of(probe.float(), width, generator)
-
-
-def _mixing_of(probe: nn.Module, width: int, generator: torch.Generator) -> str | None:
     x = torch.randn(4, width, generator=generator).to(next(probe.parameters()).device)
     try:
         y = probe(x)

@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
-from .blocks import put_experts, select_blocks
+from .blocks import put, select_blocks
 from .check import row_width
 from .find import Modules, find_networks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
@@ -100,41 +100,27 @@ def convert_to_moe(
     router_options, layer_options = split_options(spec, options)
     if spec.check is not None:
         spec.check(model, router_options)
-    rate, schedule = _sharing(spec, num_experts, share_rate, share_schedule)
+    averaged = spec.averaged or share_rate is not None or share_schedule is not None
+    rate = (0.3 if averaged else 0.0) if share_rate is None else share_rate
+    schedule = spec.share_schedule if share_schedule is None else share_schedule
+    check_share_rate(rate, num_experts)
+    get_schedule(schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
     chosen = _chosen_networks(model, moe_layers, modules)
-    layers = {
-        path: spec.layer(
-            ffn,
-            _make_router(spec, ffn, num_experts, path == list(chosen)[-1], router_options),
-            num_experts,
-            **layer_options,
-        )
-        for path, ffn in chosen.items()
-    }
-    for layer in layers.values():
+    layers: dict[str, MoeMlp] = {}
+    for path, ffn in chosen.items():
+        own_router = _make_router(spec, ffn, num_experts, path == list(chosen)[-1], router_options)
+        layers[path] = layer = spec.layer(ffn, own_router, num_experts, **layer_options)
         if not isinstance(layer, MoeMlp):
             raise TypeError(f"The layer of router {spec.name!r} is a {type(layer).__name__}, not a MoeMlp.")
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them
         layer.train(chosen[path].training)
-        put_experts(model, path, chosen[path], layer)
+        put(model, path, chosen[path], layer)
     if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
         model.register_forward_pre_hook(begin_forward)
     return model
-
-
-def _sharing(
-    spec: RouterSpec, num_experts: int, share_rate: float | None, share_schedule: str | None
-) -> tuple[float, str]:
-    """Return the share rate and schedule, by default the router's."""
-    averaged = spec.averaged or share_rate is not None or share_schedule is not None
-    rate = (0.3 if averaged else 0.0) if share_rate is None else share_rate
-    schedule = spec.share_schedule if share_schedule is None else share_schedule
-    check_share_rate(rate, num_experts)
-    get_schedule(schedule)
-    return rate, schedule
 
 
 def _chosen_networks(

@@ -3,19 +3,15 @@
 import contextlib
 import copy
 import logging
-import time
 from collections.abc import Iterator
 
 from torch import nn
 
 from ..layers import MoeMlp, begin_forward
-from .blocks import moe_layers, put_network, unwrapped, whole_experts
+from .blocks import moe_layers, put, unwrapped, whole_experts
 from .gather import average, get_method
 
 _logger = logging.getLogger(__name__)
-
-#: Seconds between two progress messages.
-PROGRESS_INTERVAL = 10.0
 
 
 def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
@@ -41,13 +37,7 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
 def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
     """Do the work of :func:`to_dense` in place, layer by layer: needs memory for one more dense layer only.
 
-    Args:
-        model: a model with expert layers, without wrappers.
-        method: see :func:`to_dense`.
-        svd_ratio: see :func:`to_dense`.
-
-    Raises:
-        ValueError: see :func:`to_dense`; if gathering fails at a later layer, the earlier ones stay dense.
+    The model has no wrappers. If gathering fails at a later layer, the earlier ones stay dense.
     """
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
@@ -59,20 +49,17 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
             raise ValueError(
                 f"The experts in {path} are fused: they are one network, so method={method!r} has no place."
             )
-    number, last_report = len(layers), time.monotonic()
-    for done, path in enumerate(list(layers)):
-        if method == "svd" or time.monotonic() - last_report > PROGRESS_INTERVAL:  # SVD takes seconds for every expert
-            last_report = time.monotonic()
-            _logger.info("Gathering %s, layer %s of %s ...", path, done + 1, number)
-        layer = layers.pop(path)
-        put_network(model, path, layer, layer.to_ffn(gather(layer.stacked_weights())))
+    for path in list(layers):
+        if method == "svd":  # which takes seconds for every expert
+            _logger.info("Gathering %s, %s layers left ...", path, len(layers))
+        layer = layers.pop(path)  # so that it is freed
+        put(model, path, layer, layer.to_ffn(gather(layer.stacked_weights())))
     for module in model.modules():
         for handle, hook in list(module._forward_pre_hooks.items()):
             if hook is begin_forward:  # dense models have no routers to tell of a forward
                 del module._forward_pre_hooks[handle]
-        restore = getattr(module, "restore_stock_class", None)
-        if restore is not None:
-            restore()
+        if hasattr(module, "restore_stock_class"):
+            module.restore_stock_class()
     return model
 
 
@@ -80,8 +67,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 def swapped_for_dense(model: nn.Module) -> Iterator[None]:
     """Temporarily swap in dense layers; on exit, reinitialise the experts from them.
 
-    This way the ``init_weights`` of a stock model also initialises experts, and each family and each mode has its own
-    way to initialise a feed-forward network. The layers' parameters stay the same objects.
+    So a stock model's own ``init_weights`` initialises experts too. Their parameters stay the same objects.
     """
     places = [
         (parent, name, child)

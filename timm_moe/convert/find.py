@@ -43,36 +43,31 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     Raises:
         ValueError: if no module has a requested name, or one cannot become experts.
     """
-    return _known(model) if modules is None else _named(model, modules)
-
-
-def _known(model: nn.Module) -> dict[str, nn.Module]:
+    if modules is not None:
+        return _named(model, modules)
     found: dict[str, nn.Module] = {}
     refused: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, MoeMlp) or (_TIMM_NAME.search(name) and _acts_on_each_token(module)):
             found[name] = module
-            continue
-        if not _is_of_another_library(name, module):
-            continue
-        path, network = _place_and_network(name, module)
-        if isinstance(network, MoeMlp):
-            continue  # found under its own name
-        try:
-            check_network(model, path, network)
-        except ValueError as error:
-            refused.append(str(error))
-        else:
-            found[path] = network
+        elif _is_of_another_library(name, module):
+            path, network = _place_and_network(name, module)
+            if isinstance(network, MoeMlp):
+                continue  # found under its own name
+            try:
+                check_network(model, path, network)
+                found[path] = network
+            except ValueError as error:
+                refused.append(str(error).rstrip("."))
     if refused:
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
-        _logger.warning("Left as it is: %s%s", refused[0].rstrip("."), f"{more}.")
+        _logger.warning("Left as it is: %s%s.", refused[0], more)
     return found
 
 
 def _acts_on_each_token(module: nn.Module) -> bool:
-    convolutional = any(isinstance(child, nn.Conv2d) for child in module.children())
-    return type(module) in FFN_CLASSES and not convolutional and next(module.buffers(), None) is None
+    buffers, convolutions = list(module.buffers()), [m for m in module.children() if isinstance(m, nn.Conv2d)]
+    return type(module) in FFN_CLASSES and not buffers and not convolutions
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
@@ -128,10 +123,10 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
 def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
     everything = {name: module for name, module in model.named_modules() if name}
     if callable(modules):
-        matching = {name: module for name, module in everything.items() if modules(name, module)}
+        names = [name for name, module in everything.items() if modules(name, module)]
     elif isinstance(modules, str):
         try:
-            matching = {name: module for name, module in everything.items() if re.fullmatch(modules, name)}
+            names = [name for name in everything if re.fullmatch(modules, name)]
         except re.error as error:
             raise ValueError(f"modules={modules!r} is not a regular expression: {error}.") from error
     else:
@@ -139,12 +134,11 @@ def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
         missing = [name for name in names if name not in everything]
         if missing:
             raise ValueError(f"modules names {missing[0]!r}, but this {type(model).__name__} has no module so called.")
-        matching = {name: everything[name] for name in everything if name in names}
-    if not matching:
-        similar = (name for name in everything if isinstance(modules, str) and modules in name)
-        example = next(similar, next(iter(everything), ""))
+    if not names:
+        similar = [name for name in everything if isinstance(modules, str) and modules in name]
+        example = next(iter([*similar, *everything]), "")
         raise ValueError(
             f"modules={modules!r} names no module of this {type(model).__name__}. An expression must match a whole "
             f"name, such as {example!r}."
         )
-    return matching
+    return {name: module for name, module in everything.items() if name in names}

@@ -10,23 +10,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..layers.checks import check_choice
 from ..layers.experts import mean_over_experts
 
 Weights = Mapping[str, Tensor]
 
 
 def average(stacked: Weights) -> dict[str, Tensor]:
-    """The mean of every tensor (EWA, arXiv 2308.06093, eq. 7; OneS, "Avg")."""
+    """Mean of every tensor (EWA, arXiv 2308.06093, eq. 7; OneS, "Avg")."""
     return {name: mean_over_experts(tensor) for name, tensor in stacked.items()}
 
 
 def add(stacked: Weights) -> dict[str, Tensor]:
-    """The sum of the weights (OneS, "Sum"), not divided by E: in a routed model only few experts act on a token."""
-    return _gather_weights(stacked, partial(_sum_truncated, ratio=1))
+    """Sum of the weights (OneS, "Sum"), not divided by E: in a routed model only few experts act on a token."""
+    return singular_values(stacked, ratio=1)
 
 
 def top_units(stacked: Weights) -> dict[str, Tensor]:
-    """The strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
+    """Strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
 
     The strength of a unit is the sum of the norms of its weights to and from it. A unit keeps its weights in and out,
     and its entries of a norm of the hidden units; biases are averaged. If E does not divide H, the first experts give
@@ -60,7 +61,7 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
 
 
 def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
-    """The sum of the experts' weights, each at the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
+    """Sum of the experts' weights, each at the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
 
     Args:
         stacked: tensors (E, ...) of the networks.
@@ -72,28 +73,23 @@ def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise ValueError(f"svd_ratio must be above 0 and at most 1, got {ratio!r}.")
-    return _gather_weights(stacked, partial(_sum_truncated, ratio=ratio))
+    return {
+        name: _sum_truncated(tensor, ratio) if tensor.ndim == 3 else mean_over_experts(tensor)
+        for name, tensor in stacked.items()
+    }
 
 
 def _sum_truncated(weight_EOI: Tensor, ratio: float) -> Tensor:
     precise = torch.promote_types(weight_EOI.dtype, torch.float32)
     total = torch.zeros_like(weight_EOI[0], dtype=precise)
     for weight in weight_EOI:  # one at a time, for little memory
-        total += _truncated(weight.to(precise), ratio)
+        if ratio == 1:
+            total += weight
+            continue
+        u, values, v = torch.linalg.svd(weight.to(precise), full_matrices=False)
+        rank = int((values.cumsum(0) < ratio * values.sum()).sum()) + 1
+        total += (u[:, :rank] * values[:rank]) @ v[:rank]
     return total.to(weight_EOI.dtype)
-
-
-def _truncated(weight: Tensor, ratio: float) -> Tensor:
-    if ratio == 1:
-        return weight
-    u, values, v = torch.linalg.svd(weight, full_matrices=False)
-    rank = int((values.cumsum(0) < ratio * values.sum()).sum()) + 1
-    return (u[:, :rank] * values[:rank]) @ v[:rank]
-
-
-def _gather_weights(stacked: Weights, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    means = average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3})
-    return {name: means[name] if name in means else gather(tensor) for name, tensor in stacked.items()}
 
 
 def random_weights(stacked: Weights) -> dict[str, Tensor]:
@@ -103,13 +99,12 @@ def random_weights(stacked: Weights) -> dict[str, Tensor]:
     The initialisation is a timm ViT's: weights from a normal distribution of standard deviation 0.02, drawn by torch's
     global generator; biases zero; scales of norms one.
     """
-    return {name: _initial(name, tensor[0]) for name, tensor in stacked.items()}
-
-
-def _initial(name: str, like: Tensor) -> Tensor:
-    if like.ndim >= 2:
-        return nn.init.trunc_normal_(torch.empty_like(like, dtype=torch.float32), std=0.02).to(like.dtype)
-    return torch.zeros_like(like) if name.endswith("bias") else torch.ones_like(like)
+    drawn = {}
+    for name, tensor in stacked.items():
+        drawn[name] = torch.full_like(tensor[0], 0 if name.endswith("bias") else 1)
+        if tensor.ndim > 2:
+            drawn[name].copy_(nn.init.trunc_normal_(torch.empty(tensor.shape[1:], device=tensor.device), std=0.02))
+    return drawn
 
 
 METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
@@ -127,8 +122,7 @@ def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights],
     Raises:
         ValueError: if there is no such method, or a ratio is given to another method than ``"svd"``.
     """
-    if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
+    check_choice("method", name, METHODS)
     if svd_ratio is None:
         return METHODS[name]
     if name != "svd":

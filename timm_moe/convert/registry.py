@@ -1,19 +1,12 @@
 """The routers that ``convert_to_moe(router=...)`` takes, by name."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from timm.models import (
-    Beit,
-    Eva,
-    MultiScaleVit,
-    NaFlexVit,
-    PoolingVisionTransformer,
-    VisionTransformer,
-    VisionTransformerRelPos,
-)
+from timm import models
 from torch import nn
 
 from ..layers import (
@@ -28,7 +21,7 @@ from ..layers import (
     TilingRouter,
     TopKRouter,
 )
-from ..layers.checks import check_flag, check_integer, check_number
+from ..layers.checks import check_choice, check_flag, check_integer, check_number
 from .blocks import moe_layers
 
 #: Maps the width D of the rows and the number of experts E to a router.
@@ -36,19 +29,13 @@ MakeRouter = Callable[[int, int], nn.Module]
 
 #: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their last blocks).
 CLASS_TOKEN_FIRST: tuple[type, ...] = (
-    *(VisionTransformer, VisionTransformerRelPos, NaFlexVit),
-    *(Beit, Eva, PoolingVisionTransformer, MultiScaleVit),
+    *(models.VisionTransformer, models.VisionTransformerRelPos, models.NaFlexVit, models.Beit, models.Eva),
+    *(models.PoolingVisionTransformer, models.MultiScaleVit),
 )
 
 
 def routed_layer(
-    ffn: nn.Module,
-    router: nn.Module,
-    num_experts: int,
-    *,
-    shared_expert: bool,
-    shared_init: str,
-    **options: Any,
+    ffn: nn.Module, router: nn.Module, num_experts: int, *, shared_expert: bool, shared_init: str, **options: Any
 ) -> MoeMlp:
     """Build the expert layer of most routers, with or without a shared expert (see ``convert_to_moe``)."""
     check_flag("shared_expert", shared_expert)
@@ -57,10 +44,6 @@ def routed_layer(
     if shared_expert:
         return SharedExpertMlp(ffn, router, num_experts, shared_init=shared_init, **options)
     return MoeMlp(ffn, router, num_experts, **options)
-
-
-def _ewa_layer(ffn: nn.Module, router: nn.Module, num_experts: int, **options: Any) -> MoeMlp:
-    return EwaMlp(ffn, num_experts, **options)  # its partition is its own
 
 
 @dataclass(frozen=True)
@@ -89,7 +72,7 @@ class RouterSpec:
     last_factory: Callable[..., nn.Module] | None = None
     layer: Callable[..., MoeMlp] = routed_layer
     layer_options: Mapping[str, Any] = field(
-        default_factory=lambda: {"shared_expert": False, "shared_init": "pretrained"}
+        default_factory=lambda: dict(shared_expert=False, shared_init="pretrained")
     )
     share_schedule: str = "early"
     averaged: bool = False
@@ -102,9 +85,7 @@ class RouterSpec:
 
 
 #: Options of ``convert_to_moe`` for every router.
-COMMON_OPTIONS = (
-    *("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout"),
-)
+_COMMON = ("num_experts", "moe_layers", "router", "expert_init", "share_rate", "share_schedule", "expert_dropout")
 _registered: dict[str, RouterSpec] = {}
 
 
@@ -118,14 +99,10 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     """
     if spec.name in _registered:
         raise ValueError(f"There is a router {spec.name!r} already.")
-    for name in spec.options:
-        if name in spec.layer_options:
-            raise ValueError(
-                f"{name} is an option of the layer already, so {spec.name!r} cannot have one of that name."
-            )
-    for name in spec.defaults():
-        if name in (*COMMON_OPTIONS, "model", "dim"):
-            raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
+    for name in spec.options.keys() & spec.layer_options.keys():
+        raise ValueError(f"{name} is an option of the layer already, so {spec.name!r} cannot have one of that name.")
+    for name in spec.defaults().keys() & {*_COMMON, "model", "dim"}:
+        raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
     _registered[spec.name] = spec
     return spec
 
@@ -133,13 +110,12 @@ def register_router(spec: RouterSpec) -> RouterSpec:
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
     """List the options of ``convert_to_moe``, for one router or for all.
 
-    The list always has the options of built-in routers, so that a wrong one ends in a clear error. Options of other
-    routers may also be arguments of a model, so the list has them only for the chosen router.
+    Options of other than built-in routers may also be arguments of a model, so one router's list has only its own.
     """
     specs = [spec for spec in _registered.values() if spec.built_in or router is None]
     if router is not None:
         specs.append(get_spec(router))
-    return tuple(dict.fromkeys([*COMMON_OPTIONS, *(name for spec in specs for name in spec.defaults())]))
+    return tuple(dict.fromkeys([*_COMMON, *(name for spec in specs for name in spec.defaults())]))
 
 
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
@@ -189,10 +165,6 @@ def _none(value: Any) -> Any:
 # --- the routers of this package
 
 
-def _random_partition(dim: int, num_experts: int) -> nn.Module:
-    return RandomPartition(num_experts)
-
-
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 #: Routers of pBE and its ablations; only the last layer has multi-head routing.
 ENSEMBLES = {
@@ -215,7 +187,11 @@ def _top_k_router(
     is_last: bool = False,
     **options: Any,
 ) -> nn.Module:
-    options["loss_weights"] = _loss_weights(aux_loss, aux_loss_weight)
+    check_number("aux_loss_weight", aux_loss_weight, 0)
+    losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
+    if not losses or len(set(losses)) < len(losses):
+        raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
+    options["loss_weights"] = dict.fromkeys(losses, aux_loss_weight / len(losses))
     options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
     if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
         return ROUTING_UNITS[routing_unit](dim, num_experts, **options)
@@ -224,96 +200,67 @@ def _top_k_router(
     return ENSEMBLES[ensemble](dim, num_experts, **options)
 
 
-def _loss_weights(aux_loss: str, aux_loss_weight: float) -> dict[str, float]:
-    check_number("aux_loss_weight", aux_loss_weight, 0)
-    names = aux_loss.split("+") if isinstance(aux_loss, str) else []
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
-    return dict.fromkeys(names, aux_loss_weight / len(names))
-
-
 def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Check what no router can: names that choose its class, and whether the model suits it."""
     unit, ensemble, size = options["routing_unit"], options["ensemble"], options["ensemble_size"]
-    if unit not in ROUTING_UNITS:
-        raise ValueError(f"routing_unit must be one of {', '.join(ROUTING_UNITS)}, got {unit!r}.")
-    if ensemble not in ENSEMBLES:
-        raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}.")
+    kind = type(model).__name__
+    check_choice("routing_unit", unit, ROUTING_UNITS)
+    check_choice("ensemble", ensemble, ENSEMBLES)
     check_integer("ensemble_size", size, 1)
-    if unit == "image":
-        _check_class_token(model)
-    if size == 1 and ensemble != "pbe":
-        raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
-    if size > 1:
-        _check_ensemble(model, ensemble, size, options["top_k"], unit)
-
-
-def _check_class_token(model: nn.Module) -> None:
-    if getattr(model, "cls_token", None) is None:
+    if unit == "image" and getattr(model, "cls_token", None) is None:
         raise ValueError(
-            "routing_unit='image' lets the class token of an image choose, but this "
-            f"{type(model).__name__} has no class token."
+            f"routing_unit='image' lets the class token of an image choose, but this {kind} has no class token."
         )
-    if not isinstance(model, CLASS_TOKEN_FIRST):
+    if unit == "image" and not isinstance(model, CLASS_TOKEN_FIRST):
         known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
         raise ValueError(
-            "routing_unit='image' lets the first token of an image choose, which in this "
-            f"{type(model).__name__} is not the class token; it is in {known}."
+            f"routing_unit='image' lets the first token of an image choose, which in this {kind} is not the class "
+            f"token; it is in {known}."
         )
-
-
-def _check_ensemble(model: nn.Module, ensemble: str, ensemble_size: int, top_k: int, routing_unit: str) -> None:
-    if ensemble == "multi_head" and ensemble_size != top_k:
+    if size == 1 and ensemble != "pbe":
+        raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
+    if size == 1:
+        return
+    if ensemble == "multi_head" and size != options["top_k"]:
         raise ValueError(
-            f"ensemble='multi_head' has a member for each choice of a token: set top_k={ensemble_size} as "
-            f"ensemble_size, got top_k={top_k}."
+            f"ensemble='multi_head' has a member for each choice of a token: set top_k={size} as ensemble_size, got "
+            f"top_k={options['top_k']}."
         )
-    if routing_unit != "token":
-        raise ValueError(
-            f"The members of an ensemble route tokens, so routing_unit={routing_unit!r} has no place here."
-        )
+    if unit != "token":
+        raise ValueError(f"The members of an ensemble route tokens, so routing_unit={unit!r} has no place here.")
     if ensemble == "partitioning":
         return
     if not hasattr(model, "forward_members"):
         raise ValueError(
-            f"ensemble_size={ensemble_size} needs a model that repeats its images for the members of the ensemble, as "
-            f"vmoe_pbe_* do; a {type(model).__name__} does not."
+            f"ensemble_size={size} needs a model that repeats its images for the members of the ensemble, as "
+            f"vmoe_pbe_* do; a {kind} does not."
         )
     if moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has the expert layers of its ensemble already.")
+        raise ValueError(f"This {kind} has the expert layers of its ensemble already.")
 
 
 register_router(
     RouterSpec(
         "random",
-        _random_partition,
-        layer=_ewa_layer,
+        lambda dim, num_experts: RandomPartition(num_experts),
+        layer=lambda ffn, router, num_experts, **options: EwaMlp(ffn, num_experts, **options),  # it makes its own
         layer_options={},
         share_schedule="linear",
         averaged=True,
         built_in=True,
     )
 )
+_ROUTER_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(TopKRouter).parameters.items()
+    if name not in ("dim", "num_experts", "loss_weights")
+}
+_CHOICES = dict(aux_loss="balance", aux_loss_weight=0.01, routing_unit="token", ensemble_size=1, ensemble="pbe")
 register_router(
     RouterSpec(
         "top_k",
         _top_k_router,
-        dict(
-            top_k=1,
-            noise_std=0.0,
-            capacity_factor=None,
-            eval_capacity_factor=None,
-            capacity_multiple=4,
-            capacity_rounding="ceil",
-            batch_priority=False,
-            group_images=None,
-            aux_loss="balance",
-            aux_loss_weight=0.01,
-            routing_unit="token",
-            gate_mode="prob",
-            ensemble_size=1,
-            ensemble="pbe",
-        ),
+        {**_ROUTER_OPTIONS, **_CHOICES},
         last_factory=partial(_top_k_router, is_last=True),
         check=_check_top_k,
         built_in=True,
