@@ -1,17 +1,108 @@
-"""Ensembles inside one V-MoE: pBE (arXiv 2110.03360), published as E³, and its ablations."""
+"""Ensembles inside one Vision Transformer: pBE (arXiv 2110.03360), published as E³, and its ablations in V-MoE."""
 
 from functools import partial
 from typing import Any
 
+import torch
 from timm.models import generate_default_cfgs
-from torch import nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from .members import MembersMixin
-from .registration import SIZES, register, vit_args
-from .vision_transformer import VMOE, MoeVisionTransformer, Variant, create_moe_vit
+from ..layers import Tile, ensemble_log_probabilities
+from .registration import register
+from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit, vmoe_variants
 
 __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints
+
+
+def as_one_classifier(logits: Tensor) -> Tensor:
+    """Turn logits (B, M, C) into the log of the members' mean probabilities (B, C), computed in at least float32."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ensemble_log_probabilities(precise.log_softmax(-1)).to(logits.dtype)
+
+
+class MembersMixin(VisionTransformer):
+    """A Vision Transformer with M members that part at one of its blocks (pBE, section 4).
+
+    The input of that block holds each image M times in a row, so ``forward_features`` returns (B M, N, D). In training
+    the output holds the logits of all members, (B, M, C), for :class:`timm_moe.MemberLoss`, which timm's training tasks
+    use automatically. In eval mode the output is the log of their mean probabilities, (B, C), or without a classifier
+    the mean of their features.
+
+    Subclasses are written ``class X(MembersMixin, Y)``, with Y another subclass of VisionTransformer, and call
+    :meth:`part_at` in their constructor.
+
+    Attributes:
+        ensemble_size: M; 1 once the blocks in which the members differ are pruned.
+        parting_block: number of the block whose input holds the repeated images.
+    """
+
+    ensemble_size: int
+    parting_block: int
+
+    def part_at(self, block: int, ensemble_size: int) -> None:
+        """Let members part at the input of this block."""
+        self.ensemble_size = ensemble_size
+        self.parting_block = block
+        self._tiling = self.blocks[block].register_forward_pre_hook(Tile(ensemble_size))
+
+    def forward_members(self, x: Tensor) -> Tensor:
+        """Compute the logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
+        return self._members(super().forward_head(self.forward_features(x)))
+
+    def forward_member_features(self, x: Tensor) -> Tensor:
+        """Compute the features (B, M, D) of each member before the classifier."""
+        return self._members(super().forward_head(self.forward_features(x), pre_logits=True))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        members = self._members(super().forward_head(x, pre_logits))
+        if self.training:
+            return members
+        if pre_logits or isinstance(self.head, nn.Identity):
+            return members.mean(1)
+        return as_one_classifier(members)
+
+    def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        *,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return timm's features: each intermediate one is the members' mean, the final one holds all (B M, N, D)."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
+        result: Any = super().forward_intermediates(
+            x, indices, output_fmt="NLC", intermediates_only=intermediates_only, output_dict=True, **kwargs
+        )
+        if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
+            # timm stopped before the members part
+            result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
+        for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
+            result[name] = [feature.unflatten(0, (len(x), -1)).mean(1) for feature in result[name]]
+        features = result["image_intermediates"]
+        if output_fmt == "NCHW":
+            size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+            features = [feature.mT.unflatten(2, size).contiguous() for feature in features]
+            result["image_intermediates"] = features
+        if output_dict:
+            return result
+        if "image_intermediates_prefix" in result:
+            features = list(zip(features, result["image_intermediates_prefix"], strict=True))
+        return features if intermediates_only else (result["image_features"], features)
+
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        kept = super().prune_intermediate_layers(*args, **kwargs)
+        if len(self.blocks) <= self.parting_block:
+            self.ensemble_size = 1
+        return kept
+
+    def _members(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (len(x) // self.ensemble_size, self.ensemble_size))
 
 
 class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
@@ -38,29 +129,14 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         self.part_at(blocks[-1 if ensemble == "multi_head" else 0], ensemble_size)
 
     def restore_stock_class(self) -> None:
-        self.part_no_more()
+        self._tiling.remove()
+        del self._tiling, self.ensemble_size, self.parting_block
         super().restore_stock_class()
 
 
 #: pBE in fine-tuning (section 4.2, table 5): 2 members with 16 experts each, a token of each goes to 1.
-_PBE: dict[str, Any] = {
-    **VMOE,
-    **dict(ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1),
-}
-
-_VARIANTS = {
-    "vmoe_pbe_s32": Variant(
-        "pBE in V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S.",
-        *("vit_small_patch32_224", {"patch_size": 32, **_PBE}, SIZES["vmoe_small"]),
-    ),
-    "vmoe_pbe_b32": Variant("pBE in V-MoE-B/32.", "vit_base_patch32_224", vit_args("base", 32, **_PBE)),
-    "vmoe_pbe_b16": Variant("pBE in V-MoE-B/16.", "vit_base_patch16_224", vit_args("base", 16, **_PBE)),
-    "vmoe_pbe_l32": Variant("pBE in V-MoE-L/32.", "vit_large_patch32_224", vit_args("large", 32, **_PBE)),
-    "vmoe_pbe_l16": Variant("pBE in V-MoE-L/16.", "vit_large_patch16_224", vit_args("large", 16, **_PBE)),
-    "vmoe_pbe_h14": Variant(
-        "pBE in V-MoE-H/14.", "vit_huge_patch14_224", vit_args("huge", 14, **{**_PBE, "moe_layers": "last-5"})
-    ),
-}
+_PBE = {**VMOE, **dict(ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
+_VARIANTS = vmoe_variants("vmoe_pbe", "pBE in V-MoE", _PBE)
 
 default_cfgs = generate_default_cfgs(
     {tagged: cfg for name, variant in _VARIANTS.items() for tagged, cfg in variant.cfgs(name).items()}

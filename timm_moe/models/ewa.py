@@ -8,74 +8,45 @@ entrypoint calls timm's own, which builds ``Moe<Class>`` instead of ``<Class>`` 
 
 import copy
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from timm.models import DefaultCfg, PretrainedCfg, list_models, model_entrypoint
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ..integrations.timm import add_module, build_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
-from .mixin import MoeMixin, architecture_args, note_dense_form
+from .mixin import moe_class, note_dense_form
 from .registration import register
 from .vision_transformer import MoeVisionTransformer
 
-#: Modules of timm.models with such architectures, each with patterns of names to leave out: architectures with fewer
-#: than two feed-forward networks that act on each token alone. Their networks are convolutions, mix tokens, or are part
-#: of the attention. Modules that the installed timm lacks are skipped; ``tests/every_model.py`` finds missing ones.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "beit": (),
+#: Modules of timm.models with such architectures. Those that the installed timm lacks are skipped;
+#: ``tests/every_model.py`` finds missing ones.
+FAMILIES = (
+    *("beit", "byobnet", "cait", "coat", "convit", "convnext", "crossvit", "csatv2", "davit", "deepseek_vit", "deit"),
+    *("edgenext", "efficientformer", "eva", "gcvit", "gemma4_vit", "hiera", "hieradet_sam2", "maxxvit", "metaformer"),
+    *("mlp_mixer", "mobilevit", "mvitv2", "naflexvit", "nest", "pit", "qwen3_vit", "sequencer", "swin_transformer"),
+    *("swin_transformer_v2", "swin_transformer_v2_cr", "tiny_vit", "tnt", "twins", "vision_transformer"),
+    *("vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam", "vitamin", "volo", "xcit"),
+)
+#: Patterns of names to leave out: architectures with fewer than two feed-forward networks that act on each token alone.
+#: Their networks are convolutions, mix tokens, or are part of the attention.
+_LEFT_OUT = {
     "byobnet": ("*",),  # here only for the class, which MobileViT uses
-    "cait": (),
-    "coat": (),
-    "convit": (),
     "convnext": (
         *("convnextv2_*", "convnext_atto*", "convnext_femto*", "convnext_pico*", "convnext_nano*", "convnext_zepto*"),
         "convnext_tiny_hnf",
     ),
-    "crossvit": (),
-    "csatv2": (),
-    "davit": (),
-    "deepseek_vit": (),
-    "deit": (),
-    "edgenext": (),
     "efficientformer": ("efficientformer_l1",),
-    "eva": (),
-    "gcvit": (),
     "gemma4_vit": ("gemma4_vit_167m*",),
-    "hiera": (),
-    "hieradet_sam2": (),
     "maxxvit": ("coatnet_*", "coatnext_*", "test_coatnet"),
     "metaformer": ("convformer_*", "poolformer*"),
     "mlp_mixer": ("gmlp_*",),
     "mobilevit": ("mobilevitv2_*",),
-    "mvitv2": (),
-    "naflexvit": (),
-    "nest": (),
-    "pit": (),
-    "qwen3_vit": (),
-    "sequencer": (),
-    "swin_transformer": (),
-    "swin_transformer_v2": (),
-    "swin_transformer_v2_cr": (),
-    "tiny_vit": (),
-    "tnt": (),
-    "twins": (),
     "vision_transformer": ("*_xp_*", "vit_pwee_*", "vit_dpwee_*"),
-    "vision_transformer_hybrid": (),
-    "vision_transformer_relpos": (),
-    "vision_transformer_sam": (),
-    "vitamin": (),
-    "volo": (),
-    "xcit": (),
 }
-
-#: Classes with experts that are written out in a file here, by the stock class that they extend.
-_WRITTEN_OUT: dict[type[nn.Module], type[nn.Module]] = {VisionTransformer: MoeVisionTransformer}
 
 
 class _Family(ModuleType):
@@ -91,10 +62,7 @@ class _Family(ModuleType):
         stock_class = getattr(self.stock_module, name.removeprefix("Moe"), None)
         if not name.startswith("Moe") or not isinstance(stock_class, type):
             raise AttributeError(f"{self.__name__} has no {name}.")
-        description = f"timm's {stock_class.__name__} with expert layers."
-        namespace = {"__module__": self.__name__, "__doc__": description, "stock_class": stock_class}
-        made = type(name, (MoeMixin, stock_class), namespace)
-        setattr(self, name, made)
+        vars(self)[name] = made = moe_class(stock_class, self.__name__)
         return made
 
 
@@ -104,20 +72,15 @@ def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    dense_args = architecture_args(kwargs)
     # The variant that timm states is that of another architecture once (vitamin_xlarge_336's).
     name, entrypoint = f"{architecture}_ewa_moe", model_entrypoint(architecture)
     model, stated = build_instead(entrypoint, expert_class, name, pretrained=pretrained, **kwargs)
-    if "out_features" in stated:  # which some look up by the pretrained tag: an exported model has none
-        dense_args["out_features"] = stated["out_features"]
     # Some of timm's entrypoints look up their config before they build.
-    set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": f"{architecture}_ewa_moe"})
-    note_dense_form(model, architecture, dense_args)
+    set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": name})
+    # Some look up out_features by the pretrained tag: an exported model has no tag.
+    looked_up = {option: value for option, value in stated.items() if option == "out_features"}
+    note_dense_form(model, architecture, {**kwargs, **looked_up})
     return model
-
-
-def _default_cfg(architecture: str, stock: DefaultCfg) -> DefaultCfg:
-    return replace(stock, cfgs={tag: _with_source(cfg, architecture, tag) for tag, cfg in stock.cfgs.items()})
 
 
 def _with_source(cfg: PretrainedCfg, architecture: str, tag: str) -> PretrainedCfg:
@@ -131,23 +94,20 @@ def _with_source(cfg: PretrainedCfg, architecture: str, tag: str) -> PretrainedC
     return cfg
 
 
-def _stock_architectures(family: str) -> Iterator[str]:
-    for name in list_models(module=family, exclude_filters=FAMILIES[family]):
-        if model_entrypoint(name).__module__ == f"timm.models.{family}":  # not another package's
-            yield name
-
-
 def _register(family: str) -> _Family:
     module = _Family(family)
     add_module(module)
-    for stock_class, written in _WRITTEN_OUT.items():
-        if stock_class.__module__ == module.stock_module.__name__:
-            setattr(module, written.__name__, written)
+    if family == "vision_transformer":  # its class is written out in a file here
+        setattr(module, MoeVisionTransformer.__name__, MoeVisionTransformer)
     stock_cfgs = getattr(module.stock_module, "default_cfgs", {})
-    for architecture in _stock_architectures(family):
+    for architecture in list_models(module=family, exclude_filters=_LEFT_OUT.get(family, ())):
+        if model_entrypoint(architecture).__module__ != module.stock_module.__name__:  # another package's
+            continue
         name = f"{architecture}_ewa_moe"
         if architecture in stock_cfgs:
-            module.default_cfgs[name] = _default_cfg(architecture, stock_cfgs[architecture])
+            stock = stock_cfgs[architecture]
+            cfgs = {tag: _with_source(cfg, architecture, tag) for tag, cfg in stock.cfgs.items()}
+            module.default_cfgs[name] = replace(stock, cfgs=cfgs)
         register(module.__name__, name, f"EWA {architecture}.", partial(_create, architecture))
     return module
 

@@ -1,7 +1,6 @@
 """Shifted patches (SPT) and locality self-attention (LSA), which help transformers learn from small data sets.
 
 Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details follow the authors' code.
-
 Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
@@ -31,7 +30,7 @@ class ShiftedPatches(nn.Module):
     Args:
         in_channels: C.
         dim: D, width of the tokens.
-        patch_size: side of a square patch.
+        patch_size: side of a square patch, in pixels.
         norm_layer: class of the norm; LayerNorm by default.
         bias: add a bias in the projection.
         like: ``device`` and ``dtype`` of the parameters.
@@ -77,18 +76,9 @@ def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
 
 
 class FixedPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed with another module instead of its convolution; its patch size cannot change.
+    """timm's PatchEmbed, but ``proj`` maps images (B, C, H, W) to tokens, and the patch size cannot change."""
 
-    Args:
-        proj: maps images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size).
-        args: arguments of PatchEmbed.
-        kwargs: arguments of PatchEmbed.
-
-    Attributes:
-        patches: name of the patches, for messages.
-    """
-
-    patches: ClassVar[str]
+    patches: ClassVar[str]  # their name, for messages
 
     def __init__(self, proj: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(*args, **{**kwargs, "device": "meta"})
@@ -103,16 +93,7 @@ class FixedPatchEmbed(PatchEmbed):
 class ShiftedPatchEmbed(FixedPatchEmbed):
     """timm's PatchEmbed with shifted patches instead of its convolution.
 
-    Args:
-        img_size: size of the images.
-        patch_size: side of a square patch.
-        in_chans: channels of the images.
-        embed_dim: width of the tokens.
-        norm_layer: norm of the flattened patches, see :class:`ShiftedPatches`; none follows the projection.
-        bias: add a bias in the projection.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        kwargs: further arguments of PatchEmbed.
+    It takes PatchEmbed's arguments; ``norm_layer`` acts on the flattened patches, see :class:`ShiftedPatches`.
 
     Raises:
         ValueError: if the patch size is no positive integer, or is to change later.
@@ -122,45 +103,35 @@ class ShiftedPatchEmbed(FixedPatchEmbed):
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] | None = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
+        img_size: int | tuple[int, int] | None,
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
         norm_layer: type[nn.Module] | None = None,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **kwargs: Any,
     ):
-        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, device=device, dtype=dtype)
+        like = {name: kwargs.pop(name, None) for name in ("device", "dtype")}
+        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, **like)
         super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
         self.in_channels = in_chans
 
 
 class ShiftedPatchMerging(nn.Module):
-    """Swin's patch merging by shifted patches: (B, H, W, D) -> (B, H / 2, W / 2, D').
+    """Swin's patch merging by shifted patches: (B, H, W, dim) -> (B, H / 2, W / 2, out_dim)."""
 
-    Args:
-        dim: D.
-        out_dim: D'.
-        kwargs: further arguments of :class:`ShiftedPatches`.
-    """
-
-    def __init__(self, dim: int, out_dim: int, **kwargs: Any):
+    def __init__(self, dim: int, out_dim: int, **like: Any):
         super().__init__()
-        self.patches = ShiftedPatches(dim, out_dim, 2, **kwargs)
+        self.patches = ShiftedPatches(dim, out_dim, 2, **like)
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
         return self.patches(x_BHWD.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 class ShiftedPooling(nn.Module):
-    """PiT's pooling by shifted patches: tokens (B, D, H, W) -> (B, D', H / 2, W / 2), class tokens (B, N, D) -> D'.
+    """PiT's pooling by shifted patches.
 
-    Args:
-        dim: D.
-        out_dim: D'.
-        like: ``device`` and ``dtype`` of the parameters.
+    It maps tokens (B, dim, H, W) to (B, out_dim, H / 2, W / 2), and class tokens (B, N, dim) to (B, N, out_dim).
     """
 
     def __init__(self, dim: int, out_dim: int, **like: Any):
@@ -177,8 +148,7 @@ class _Locality(nn.Module):
 
     def __init__(self: Any, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        weight = self.qkv.weight
-        initial = torch.full((self.num_heads, 1, 1), self.scale, device=weight.device, dtype=weight.dtype)
+        initial = self.qkv.weight.new_full((self.num_heads, 1, 1), self.scale)
         del self.scale
         # The authors learn the inverse of the temperature and decay it. timm's optimizers decay it too, as it has more
         # than one dimension.

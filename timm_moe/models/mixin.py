@@ -21,7 +21,6 @@ _NOT_ARCHITECTURE = (
     *("pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "pretrained_strict", "cache_dir"),
     *("features_only", "out_indices", "feature_cls", "device", "dtype", "weight_init"),
 )
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class MoeMixin:
@@ -50,16 +49,16 @@ class MoeMixin:
         names = moe_options(kwargs.get("router", "random"))
         taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
+            stock = self.stock_class.__name__
             raise ValueError(
-                f"{min(taken)} is an option of the router and an argument of {self.stock_class.__name__}: give the "
-                "router's another name."
+                f"{min(taken)} is an option of the router and an argument of {stock}: give the router's another name."
             )
         return names
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self.named_parameters(prefix.rstrip(".")):
             loaded = state_dict.get(name)
-            if loaded is not None and loaded.ndim == parameter.ndim + 1 and loaded.shape[1:] == parameter.shape:
+            if loaded is not None and loaded.shape[1:] == parameter.shape and loaded.ndim > parameter.ndim:
                 raise ValueError(
                     f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model is dense: create the "
                     "model with the moe_layers of the checkpoint."
@@ -93,46 +92,49 @@ class MoeMixin:
         Under layer decay timm recognises a bias by its single dimension; the experts' biases have two.
         """
         biases = {name for name, stacked in expert_parameters(self).items() if stacked.ndim == 2}
-        of_stock = getattr(super(), "no_weight_decay", set)  # some families have none
-        return {*of_stock(), *biases}
+        return {*getattr(super(), "no_weight_decay", set)(), *biases}  # not every family has the method
 
     def restore_stock_class(self: Any) -> None:
         """Turn into an instance of the stock class; :func:`timm_moe.to_dense` calls it once the experts are gone."""
-        architecture, args = self.dense_architecture, {**(self.dense_args or {}), **_current_args(self)}
-        vars(self).pop("dense_architecture", None)
-        vars(self).pop("dense_args", None)
+        architecture = vars(self).pop("dense_architecture", None)
+        args = vars(self).pop("dense_args", None)
         self.__class__ = self.stock_class
-        if architecture is not None:  # None if timm's factory did not make the model
-            set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
-            self._model_args = args  # as timm's create_model does; read when the model is saved
+        if architecture is None:  # timm's factory did not make the model
+            return
+        set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
+        # Some arguments may have changed since (reset_classifier, set_input_size).
+        current = {"num_classes": self.num_classes}
+        if isinstance(getattr(self, "global_pool", None), str):
+            current["global_pool"] = self.global_pool
+        size = fixed_img_size(self)
+        if size is not None:
+            current["img_size"] = list(size)
+        self._model_args = {**args, **current}  # as timm's create_model does; read when the model is saved
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:
     """Return the names of the arguments of a class's constructor and its bases' constructors."""
     constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
     parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
-    return frozenset(parameter.name for parameter in parameters if parameter.kind not in _VARIADIC)
-
-
-def _current_args(model: Any) -> dict[str, Any]:
-    """Return arguments that may have changed since the model was created (reset_classifier, set_input_size)."""
-    current = {"num_classes": model.num_classes}
-    if isinstance(getattr(model, "global_pool", None), str):
-        current["global_pool"] = model.global_pool
-    size = fixed_img_size(model)
-    if size is not None:
-        current["img_size"] = list(size)
-    return current
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind not in variadic)
 
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that the exported dense model needs: no MoE options, no loading options, no drop rates."""
-    dropped = (*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE)
+    dropped = {*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE}
     rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
     return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith(rates)}
 
 
-def note_dense_form(model: nn.Module, architecture: str, args: dict[str, Any]) -> None:
-    """Note on a model the name and the arguments of its dense form; a feature extractor is never exported."""
+def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any]) -> None:
+    """Note on a model the name of its dense form, made with ``kwargs`` too; a feature extractor is never exported."""
     if isinstance(model, MoeMixin):
-        model.dense_architecture, model.dense_args = architecture, args
+        model.dense_architecture, model.dense_args = architecture, architecture_args(kwargs)
+
+
+def moe_class(stock_class: type[nn.Module], module: str) -> Any:
+    """Make ``Moe<Class>``, the class with expert layers, which belongs to the module of this name."""
+    name = stock_class.__name__
+    namespace = {"__module__": module, "__doc__": f"{name} with expert layers.", "stock_class": stock_class}
+    return type(f"Moe{name}", (MoeMixin, stock_class), namespace)

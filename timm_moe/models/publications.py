@@ -1,22 +1,20 @@
 """The papers that describe the models."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Publication:
-    """A paper on arXiv: its number, first author, title and year."""
+class Publication(NamedTuple):
+    """A paper on arXiv: its number, which begins with year and month, its first author and its title."""
 
     arxiv: str
     author: str
     title: str
-    year: int
 
     def bibtex(self) -> str:
-        key = f"{self.author.split(',')[0].lower()}{self.year}"
+        year = f"20{self.arxiv[:2]}"
         return (
-            f"@article{{{key},\n  title={{{self.title}}},\n  author={{{self.author} and others}},\n"
-            f"  journal={{arXiv:{self.arxiv}}},\n  year={{{self.year}}},\n}}"
+            f"@article{{{self.author.split(',')[0].lower()}{year},\n  title={{{self.title}}},\n"
+            f"  author={{{self.author} and others}},\n  journal={{arXiv:{self.arxiv}}},\n  year={{{year}}},\n}}"
         )
 
 
@@ -24,20 +22,15 @@ class Publication:
 PUBLICATIONS = {
     "EWA": Publication(
         *("2308.06093", "Huang, Yongqi"),
-        *("Experts Weights Averaging: A New General Training Scheme for Vision Transformers", 2023),
+        "Experts Weights Averaging: A New General Training Scheme for Vision Transformers",
     ),
-    "V-MoE": Publication("2106.05974", "Riquelme, Carlos", "Scaling Vision with Sparse Mixture of Experts", 2021),
+    "V-MoE": Publication("2106.05974", "Riquelme, Carlos", "Scaling Vision with Sparse Mixture of Experts"),
     "ViMoE": Publication(
-        *("2410.15732", "Han, Xumeng"),
-        *("ViMoE: An Empirical Study of Designing Vision Mixture-of-Experts", 2024),
+        *("2410.15732", "Han, Xumeng", "ViMoE: An Empirical Study of Designing Vision Mixture-of-Experts")
     ),
-    "WideNet": Publication("2107.11817", "Xue, Fuzhao", "Go Wider Instead of Deeper", 2021),
-    "OneS": Publication(
-        *("2201.10890", "Xue, Fuzhao", "One Student Knows All Experts Know: From Sparse to Dense", 2022),
-    ),
-    "pBE": Publication(
-        *("2110.03360", "Allingham, James Urquhart", "Sparse MoEs meet Efficient Ensembles", 2021),
-    ),
+    "WideNet": Publication("2107.11817", "Xue, Fuzhao", "Go Wider Instead of Deeper"),
+    "OneS": Publication("2201.10890", "Xue, Fuzhao", "One Student Knows All Experts Know: From Sparse to Dense"),
+    "pBE": Publication("2110.03360", "Allingham, James Urquhart", "Sparse MoEs meet Efficient Ensembles"),
 }
 
 #: Papers of the families, by the beginning of their registered names; the first match counts.

@@ -21,12 +21,12 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def vit_args(size: str, patch_size: int, **options: Any) -> dict[str, Any]:
-    """Arguments of a model: its size, its patch size and further options, which override them."""
+    """Return the arguments of a size and a patch size, and further options."""
     return {**SIZES[size], "patch_size": patch_size, **options}
 
 
 def stock_cfgs(name: str, stock: str, **changes: Any) -> dict[str, PretrainedCfg]:
-    """Pretrained configs for a model that takes over the pretrained tags of a stock model of timm."""
+    """Return pretrained configs for a model that takes over the pretrained tags of a stock model of timm."""
     # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
     return {
         f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False, **changes)
@@ -35,14 +35,7 @@ def stock_cfgs(name: str, stock: str, **changes: Any) -> dict[str, PretrainedCfg
 
 
 def register(module: str, name: str, description: str, create: Callable[[bool, dict[str, Any]], nn.Module]) -> None:
-    """Register an entrypoint of timm's factory.
-
-    Args:
-        module: name of the module under which timm lists the model; its ``default_cfgs`` has the model already.
-        name: registered name.
-        description: docstring of the entrypoint.
-        create: ``(pretrained, kwargs)`` -> the model.
-    """
+    """Register ``create(pretrained, kwargs)`` with timm's factory, in a module whose ``default_cfgs`` has the model."""
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(pretrained, kwargs)

@@ -22,7 +22,7 @@ from .locality import (
     ShiftedPooling,
     check_flags,
 )
-from .mixin import MoeMixin, architecture_args, note_dense_form
+from .mixin import moe_class, note_dense_form
 from .registration import SIZES, register
 from .tokens_to_token import LocalT2TVisionTransformer
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
@@ -45,9 +45,7 @@ class LocalVisionTransformer(PreLogitsVisionTransformer):
         kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
-    def __init__(
-        self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
         check_flags(shifted_patches, locality_attention)
         if shifted_patches:
             kwargs["embed_layer"] = ShiftedPatchEmbed
@@ -69,30 +67,26 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
         ValueError: if shifted patches would overlap.
     """
 
-    def __init__(
-        self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
         check_flags(shifted_patches, locality_attention)
         super().__init__(*args, **kwargs)
+        stages: Any = self.transformers
         if shifted_patches:
-            self._shift_patches()
-        if locality_attention:
-            for block in _blocks(self.transformers):
-                block.attn = LocalityAttention(block.attn.qkv.in_features, **_attention_args(block.attn))
-
-    def _shift_patches(self: Any) -> None:
-        conv = self.patch_embed.conv
-        if conv.stride != conv.kernel_size:
-            raise ValueError(
-                f"Shifted patches do not overlap: create the model with a stride of its patch_size, "
-                f"{conv.kernel_size[0]}, got {conv.stride[0]}."
+            conv, size = self.patch_embed.conv, self.patch_embed.img_size
+            if conv.stride != conv.kernel_size:
+                raise ValueError(
+                    f"Shifted patches do not overlap: create the model with a stride of its patch_size, "
+                    f"{conv.kernel_size[0]}, got {conv.stride[0]}."
+                )
+            like = _like(conv.weight)
+            self.patch_embed: Any = ShiftedPatchEmbed(
+                size, conv.stride[0], conv.in_channels, conv.out_channels, output_fmt="NCHW", **like
             )
-        like = _like(conv.weight)
-        self.patch_embed = ShiftedPatchEmbed(
-            self.patch_embed.img_size, conv.stride[0], conv.in_channels, conv.out_channels, output_fmt="NCHW", **like
-        )
-        for stage in self.transformers[1:]:
-            stage.pool = ShiftedPooling(stage.pool.fc.in_features, stage.pool.fc.out_features, **like)
+            for stage in stages[1:]:
+                stage.pool = ShiftedPooling(stage.pool.fc.in_features, stage.pool.fc.out_features, **like)
+        if locality_attention:
+            for block in (block for stage in stages for block in stage.blocks):
+                block.attn = LocalityAttention(block.attn.qkv.in_features, **_attention_args(block.attn))
 
 
 class LocalSwinTransformer(SwinTransformer):
@@ -105,31 +99,23 @@ class LocalSwinTransformer(SwinTransformer):
         kwargs: arguments of timm's SwinTransformer.
     """
 
-    def __init__(
-        self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
         check_flags(shifted_patches, locality_attention)
         if shifted_patches:
             kwargs["embed_layer"] = ShiftedPatchEmbed
         super().__init__(*args, **kwargs)
+        stages: Any = self.layers
         if shifted_patches:
-            stages: Any = self.layers[1:]
-            for stage in stages:
+            for stage in stages[1:]:
                 merging = stage.downsample
                 stage.downsample = ShiftedPatchMerging(merging.dim, merging.out_dim, **_like(merging.reduction.weight))
         if locality_attention:
-            for block in _blocks(self.layers):
+            for block in (block for stage in stages for block in stage.blocks):
                 old = block.attn
-                head_dim = old.proj.in_features // old.num_heads
-                block.attn = LocalityWindowAttention(
-                    old.dim, head_dim=head_dim, window_size=old.window_size, **_attention_args(old)
-                )
+                size = dict(head_dim=old.proj.in_features // old.num_heads, window_size=old.window_size)
+                block.attn = LocalityWindowAttention(old.dim, **size, **_attention_args(old))
         if shifted_patches or locality_attention:
             self.init_weights(needs_reset=False)  # for the new layers too
-
-
-def _blocks(stages: Any) -> list[Any]:
-    return [block for stage in stages for block in stage.blocks]
 
 
 def _like(weight: nn.Parameter) -> dict[str, Any]:
@@ -146,29 +132,11 @@ def _attention_args(attention: Any) -> dict[str, Any]:
     )
 
 
-class MoeLocalT2TVisionTransformer(MoeMixin, LocalT2TVisionTransformer):
-    """A T2T-ViT for small data sets with expert layers."""
-
-    stock_class = LocalT2TVisionTransformer
-
-
-class MoeLocalVisionTransformer(MoeMixin, LocalVisionTransformer):
-    """A ViT for small data sets with expert layers."""
-
-    stock_class = LocalVisionTransformer
-
-
-class MoeLocalPoolingVisionTransformer(MoeMixin, LocalPoolingVisionTransformer):
-    """A PiT for small data sets with expert layers."""
-
-    stock_class = LocalPoolingVisionTransformer
-
-
-class MoeLocalSwinTransformer(MoeMixin, LocalSwinTransformer):
-    """A Swin Transformer for small data sets with expert layers."""
-
-    stock_class = LocalSwinTransformer
-
+# They are assigned to their names so that pickle finds them.
+MoeLocalVisionTransformer = moe_class(LocalVisionTransformer, __name__)
+MoeLocalPoolingVisionTransformer = moe_class(LocalPoolingVisionTransformer, __name__)
+MoeLocalSwinTransformer = moe_class(LocalSwinTransformer, __name__)
+MoeLocalT2TVisionTransformer = moe_class(LocalT2TVisionTransformer, __name__)
 
 #: Preprocessing of CIFAR-100, the EWA paper's first data set.
 _CIFAR100: dict[str, Any] = dict(
@@ -185,28 +153,15 @@ _CIFAR100: dict[str, Any] = dict(
 
 
 class Family(NamedTuple):
-    """A small-data model, dense and with experts.
-
-    Attributes:
-        description: one line about the dense model.
-        dense: registered name of the dense model.
-        stock: the stock model as which the experts are exported if there is neither SPT nor LSA; None if timm has
-            no such model.
-        args: arguments that make the stock, or the dense, model this one.
-        model_classes: the class of the dense model, of the model with experts, and of the model with experts and SPT
-            or LSA.
-        cfg: its pretrained config.
-        filter_fn: timm's filter for checkpoints.
-        feature_cfg: how timm extracts features.
-    """
+    """A small-data model, dense and with experts."""
 
     description: str
-    dense: str
-    stock: str | None
-    args: dict[str, Any]
-    model_classes: tuple[type[nn.Module], type[nn.Module], type[nn.Module]]
+    dense: str  # registered name
+    stock: str | None  # the experts are exported as this model of timm if there is neither SPT nor LSA
+    args: dict[str, Any]  # they make the stock, or the dense, model this one
+    model_classes: tuple[type[nn.Module], ...]  # dense, with experts, with experts and SPT or LSA
     cfg: dict[str, Any]
-    filter_fn: Callable[..., Any]
+    filter_fn: Callable[..., Any]  # for checkpoints
     feature_cfg: dict[str, Any]
 
 
@@ -258,39 +213,28 @@ _cfgs = {name: family.cfg for family in _FAMILIES for name in (family.dense, f"{
 default_cfgs = generate_default_cfgs({**_cfgs, "vit_xtiny_moe": _CIFAR100})
 
 
-def _create_dense(family: Family, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    return _build(family, family.dense, family.model_classes[0], pretrained, {**family.args, **kwargs})
-
-
-def _create_moe(
-    family: Family, variant: str, pretrained: bool, kwargs: dict[str, Any], moe_args: dict[str, Any] | None = None
-) -> nn.Module:
-    flags = {name: kwargs.pop(name, False) for name in ("shifted_patches", "locality_attention")}
-    if family.stock is None or any(flag is not False for flag in flags.values()):
-        model_class, dense_architecture, dense_args = family.model_classes[2], family.dense, {**kwargs, **flags}
-    else:
-        model_class, dense_architecture, dense_args = family.model_classes[1], family.stock, {**family.args, **kwargs}
-    model = _build(family, variant, model_class, pretrained, {**family.args, **(moe_args or {}), **dense_args})
-    note_dense_form(model, dense_architecture, architecture_args(dense_args))
+def _create(family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    model_class, dense_architecture, dense_args = family.model_classes[0], family.dense, kwargs
+    if name != family.dense:
+        flags = {flag: kwargs.pop(flag, False) for flag in ("shifted_patches", "locality_attention")}
+        if family.stock is None or any(flag is not False for flag in flags.values()):
+            model_class, dense_args = family.model_classes[2], {**kwargs, **flags}
+        else:
+            model_class, dense_architecture = family.model_classes[1], family.stock
+            dense_args = {**family.args, **kwargs}
+    args = {**family.args, **moe_args, **dense_args}
+    feature_cfg = {**family.feature_cfg, "out_indices": args.pop("out_indices", family.feature_cfg["out_indices"])}
+    if args.get("shifted_patches"):  # its first layer is no convolution
+        args["pretrained_cfg_overlay"] = {**(args.get("pretrained_cfg_overlay") or {}), "first_conv": None}
+    model = build_model_with_cfg(
+        model_class, name, pretrained, pretrained_filter_fn=family.filter_fn, feature_cfg=feature_cfg, **args
+    )
+    note_dense_form(model, dense_architecture, dense_args)
     return model
 
 
-def _build(
-    family: Family, variant: str, model_class: type[nn.Module], pretrained: bool, kwargs: dict[str, Any]
-) -> nn.Module:
-    feature_cfg = {**family.feature_cfg, "out_indices": kwargs.pop("out_indices", family.feature_cfg["out_indices"])}
-    if kwargs.get("shifted_patches"):  # its first layer is no convolution
-        kwargs["pretrained_cfg_overlay"] = {**(kwargs.get("pretrained_cfg_overlay") or {}), "first_conv": None}
-    return build_model_with_cfg(
-        model_class, variant, pretrained, pretrained_filter_fn=family.filter_fn, feature_cfg=feature_cfg, **kwargs
-    )
-
-
 for _family in _FAMILIES:
-    _ewa = f"{_family.dense}_ewa_moe"
-    register(__name__, _family.dense, _family.description, partial(_create_dense, _family))
-    register(__name__, _ewa, f"EWA {_family.description}", partial(_create_moe, _family, _ewa))
-register(
-    *(__name__, "vit_xtiny_moe", f"Naive MoE {_VIT.description}"),
-    partial(_create_moe, _VIT, "vit_xtiny_moe", moe_args=NAIVE),
-)
+    _dense, _ewa = _family.dense, f"{_family.dense}_ewa_moe"
+    register(__name__, _dense, _family.description, partial(_create, _family, _dense, {}))
+    register(__name__, _ewa, f"EWA {_family.description}", partial(_create, _family, _ewa, {}))
+register(__name__, "vit_xtiny_moe", "Naive MoE ViT-XT/4 at 32 px.", partial(_create, _VIT, "vit_xtiny_moe", NAIVE))

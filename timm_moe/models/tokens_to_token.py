@@ -20,16 +20,14 @@ from .vision_transformer import PreLogitsVisionTransformer
 #: Side, stride and padding of the windows that become tokens.
 WINDOW = dict(kernel_size=3, stride=2, padding=1)
 WINDOW_AREA = 9
+#: Width of the tokens between splits.
+TOKEN_DIM = 64
 
 
 class TokenAttention(nn.Module):
-    """Attention of one head from tokens of one width to another, with the values as its shortcut.
+    """Attention of one head from tokens (B, N, dim) to (B, N, out_dim), with the values as its shortcut.
 
-    Args:
-        dim: D, width of the input tokens; queries are scaled by 1 / sqrt(D).
-        out_dim: width of the output tokens.
-        locality: no token attends to itself, and the temperature is learned (LSA).
-        like: ``device`` and ``dtype`` of the parameters.
+    Queries are scaled by 1 / sqrt(dim). With ``locality`` no token attends to itself, and the scale is learned (LSA).
     """
 
     def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
@@ -47,10 +45,7 @@ class TokenAttention(nn.Module):
 
 
 class TokenTransformer(nn.Module):
-    """Attention and MLP between two splits.
-
-    It takes the arguments of :class:`TokenAttention`.
-    """
+    """Attention and MLP between two splits; it takes the arguments of :class:`TokenAttention`."""
 
     def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
         super().__init__()
@@ -71,27 +66,19 @@ class TokensToToken(nn.Module):
         in_channels: C.
         dim: D.
         splits: number of splits, each of which halves the grid; tokens attend to each other in between.
-        token_dim: width of the tokens between splits.
         shifted_patches: stack the image with four shifted copies (SPT).
-        locality_attention: see :class:`TokenAttention`.
+        locality_attention: use LSA between the splits.
         like: ``device`` and ``dtype`` of the parameters.
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        dim: int,
-        splits: int,
-        token_dim: int = 64,
-        shifted_patches: bool = False,
-        locality_attention: bool = False,
-        **like: Any,
+        self, in_channels: int, dim: int, splits: int, shifted_patches: bool, locality_attention: bool, **like: Any
     ):
         super().__init__()
         self.shifted_patches = shifted_patches
-        widths = [in_channels * (5 if shifted_patches else 1), *[token_dim] * (splits - 1)]
+        widths = [in_channels * (5 if shifted_patches else 1), *[TOKEN_DIM] * (splits - 1)]
         self.transformers = nn.ModuleList(
-            TokenTransformer(width * WINDOW_AREA, token_dim, locality_attention, **like) for width in widths[:-1]
+            TokenTransformer(width * WINDOW_AREA, TOKEN_DIM, locality_attention, **like) for width in widths[:-1]
         )
         self.project = nn.Linear(widths[-1] * WINDOW_AREA, dim, **like)
 
@@ -99,35 +86,21 @@ class TokensToToken(nn.Module):
         if self.shifted_patches:
             x_BCHW = shifted(x_BCHW, 1)
         for transformer in self.transformers:
-            x_BCHW = _as_grid(transformer(_split(x_BCHW)), x_BCHW)
-        return _as_grid(self.project(_split(x_BCHW)), x_BCHW)
+            x_BCHW = _split(x_BCHW, transformer)
+        return _split(x_BCHW, self.project)
 
 
-def _split(x_BCHW: Tensor) -> Tensor:
-    """Cut images into overlapping windows, (B, N, 9 C)."""
-    return unfold(x_BCHW, **WINDOW).transpose(1, 2)
-
-
-def _as_grid(x_BND: Tensor, before_BCHW: Tensor) -> Tensor:
-    """Arrange the tokens of a split on their grid."""
-    height, width = (-(-side // 2) for side in before_BCHW.shape[2:])
+def _split(x_BCHW: Tensor, layer: nn.Module) -> Tensor:
+    """Cut images into overlapping windows (B, N, 9 C), and arrange what the layer makes of them on their grid."""
+    x_BND = layer(unfold(x_BCHW, **WINDOW).transpose(1, 2))
+    height, width = (-(-side // 2) for side in x_BCHW.shape[2:])
     return x_BND.transpose(1, 2).unflatten(2, (height, width))
 
 
 class TokensToTokenEmbed(FixedPatchEmbed):
     """timm's PatchEmbed with :class:`TokensToToken` instead of its convolution.
 
-    Args:
-        img_size: size of the images.
-        patch_size: side of the area that becomes one token, a power of 2.
-        in_chans: channels of the images.
-        embed_dim: width of the tokens.
-        shifted_patches: see :class:`TokensToToken`.
-        locality_attention: see :class:`TokensToToken`.
-        bias: not used.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        kwargs: further arguments of PatchEmbed.
+    It takes the arguments of both; ``bias`` is not used.
 
     Raises:
         ValueError: if the patch size is no power of 2, or is to change later.
@@ -137,23 +110,20 @@ class TokensToTokenEmbed(FixedPatchEmbed):
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] | None = 224,
-        patch_size: int = 4,
-        in_chans: int = 3,
-        embed_dim: int = 256,
-        shifted_patches: bool = False,
-        locality_attention: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        img_size: int | tuple[int, int] | None,
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
+        shifted_patches: bool,
+        locality_attention: bool,
         **kwargs: Any,
     ):
         check_integer("The patch_size of T2T", patch_size, 2)
         if patch_size & (patch_size - 1):
             raise ValueError(f"The patch_size of T2T must be a power of 2, got {patch_size}.")
-        options: dict[str, Any] = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
+        like = {name: kwargs.pop(name, None) for name in ("device", "dtype")}
         splits = patch_size.bit_length() - 1
-        proj = TokensToToken(in_chans, embed_dim, splits, **options, device=device, dtype=dtype)
+        proj = TokensToToken(in_chans, embed_dim, splits, shifted_patches, locality_attention, **like)
         super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
 
 
@@ -185,9 +155,7 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
         kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
-    def __init__(
-        self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
         check_flags(shifted_patches, locality_attention)
         options = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
         kwargs["embed_layer"] = partial(TokensToTokenEmbed, **options)

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from ..layers.checks import check_flag
-from .mixin import MoeMixin, architecture_args, note_dense_form
+from .mixin import MoeMixin, note_dense_form
 from .registration import SIZES, register, stock_cfgs, vit_args
 
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
@@ -37,9 +37,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
             self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        wanted = isinstance(self.representation, nn.Sequential)
         found = f"{prefix}representation.fc.weight" in state_dict
-        if wanted != found:
+        if found != isinstance(self.representation, nn.Sequential):
             raise ValueError(
                 f"The checkpoint has {'a' if found else 'no'} linear layer before its classifier: create the model "
                 f"with pre_logits={found}."
@@ -48,8 +47,7 @@ class PreLogitsVisionTransformer(VisionTransformer):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         # timm's own, written out: exported models may be scripted, and TorchScript cannot compile super().
-        x = self.head_drop(self.fc_norm(self.pool(x)))
-        x = self.representation(x)
+        x = self.representation(self.head_drop(self.fc_norm(self.pool(x))))
         return x if pre_logits else self.head(x)
 
 
@@ -61,8 +59,7 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
     def restore_stock_class(self) -> None:
         if not isinstance(self.representation, nn.Identity):
             raise ValueError(
-                "timm's VisionTransformer has no layer before its classifier, so a model with pre_logits=True cannot "
-                "become one."
+                "timm's VisionTransformer has no such layer: a model with pre_logits=True cannot become one."
             )
         del self.representation
         super().restore_stock_class()
@@ -126,9 +123,27 @@ class Variant(NamedTuple):
     args: dict[str, Any]
     own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
 
-    def cfgs(self, name: str, **changes: Any) -> dict[str, Any]:
-        """Entries of ``default_cfgs`` for the model of this name."""
+    def cfgs(self, name: str) -> dict[str, Any]:
+        """Return the entries of ``default_cfgs`` for the model of this name."""
+        size = self.args.get("img_size")
+        changes = {"input_size": (3, size, size)} if size else {}
         return {name: VMOE_S_CFG} if self.own_size else stock_cfgs(name, self.stock, **changes)
+
+
+def vmoe_variants(prefix: str, model: str, options: dict[str, Any]) -> dict[str, Variant]:
+    """Return variants in V-MoE's six sizes; H has experts in the last five odd blocks."""
+    small = f"{model}-S/32: 512 wide and 8 blocks, not timm's ViT-S."
+    variants = {
+        f"{prefix}_s32": Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"])
+    }
+    for size, patch in (("base", 32), ("base", 16), ("large", 32), ("large", 16), ("huge", 14)):
+        letter, chosen = size[0], {"moe_layers": "last-5"} if size == "huge" else {}
+        variants[f"{prefix}_{letter}{patch}"] = Variant(
+            f"{model}-{letter.upper()}/{patch}.",
+            f"vit_{size}_patch{patch}_224",
+            vit_args(size, patch, **{**options, **chosen}),
+        )
+    return variants
 
 
 _VARIANTS = {
@@ -139,36 +154,22 @@ _VARIANTS = {
     "vit_tiny_moe": Variant("Naive MoE ViT-Ti/16.", "vit_tiny_patch16_224", vit_args("tiny", 16, **NAIVE)),
     "vit_small_moe": Variant("Naive MoE ViT-S/16.", "vit_small_patch16_224", vit_args("small", 16, **NAIVE)),
     "vit_base_moe": Variant("Naive MoE ViT-B/16.", "vit_base_patch16_224", vit_args("base", 16, **NAIVE)),
-    "vmoe_s32": Variant(
-        "V-MoE-S/32: 512 wide and 8 blocks, not timm's ViT-S.",
-        *("vit_small_patch32_224", {"patch_size": 32, **VMOE}, SIZES["vmoe_small"]),
-    ),
-    "vmoe_b32": Variant("V-MoE-B/32.", "vit_base_patch32_224", vit_args("base", 32, **VMOE)),
-    "vmoe_b16": Variant("V-MoE-B/16.", "vit_base_patch16_224", vit_args("base", 16, **VMOE)),
-    "vmoe_l32": Variant("V-MoE-L/32.", "vit_large_patch32_224", vit_args("large", 32, **VMOE)),
-    "vmoe_l16": Variant("V-MoE-L/16.", "vit_large_patch16_224", vit_args("large", 16, **VMOE)),
-    "vmoe_h14": Variant(
-        "V-MoE-H/14.", "vit_huge_patch14_224", vit_args("huge", 14, **{**VMOE, "moe_layers": "last-5"})
-    ),
+    **vmoe_variants("vmoe", "V-MoE", VMOE),
     "vimoe_s14": Variant("ViMoE-S/14.", "vit_small_patch14_dinov2", vit_args("small", 14, **_VIMOE)),
     "vimoe_s14_shared": Variant(
-        "ViMoE-S/14 with a shared expert.",
-        *("vit_small_patch14_dinov2", vit_args("small", 14, shared_expert=True, **_VIMOE)),
+        *("ViMoE-S/14 with a shared expert.", "vit_small_patch14_dinov2"),
+        vit_args("small", 14, shared_expert=True, **_VIMOE),
     ),
     "vimoe_b14": Variant("ViMoE-B/14.", "vit_base_patch14_dinov2", vit_args("base", 14, **_VIMOE)),
     "vimoe_b14_shared": Variant(
-        "ViMoE-B/14 with a shared expert.",
-        *("vit_base_patch14_dinov2", vit_args("base", 14, shared_expert=True, **_VIMOE)),
+        *("ViMoE-B/14 with a shared expert.", "vit_base_patch14_dinov2"),
+        vit_args("base", 14, shared_expert=True, **_VIMOE),
     ),
 }
 
 
-def _cfgs(name: str, variant: Variant) -> dict[str, Any]:
-    return variant.cfgs(name, input_size=(3, 224, 224)) if name.startswith("vimoe") else variant.cfgs(name)
-
-
 default_cfgs = generate_default_cfgs(
-    {tagged: cfg for name, variant in _VARIANTS.items() for tagged, cfg in _cfgs(name, variant).items()}
+    {tagged: cfg for name, variant in _VARIANTS.items() for tagged, cfg in variant.cfgs(name).items()}
 )
 
 
@@ -180,16 +181,7 @@ def create_moe_vit(
     kwargs: dict[str, Any],
     model_class: type[nn.Module] = MoeVisionTransformer,
 ) -> nn.Module:
-    """Build a variant as timm builds its own.
-
-    Args:
-        variant: registered name.
-        dense_architecture: the stock model that is exported.
-        pretrained: load pretrained weights.
-        model_args: arguments of the stock class that define the variant.
-        kwargs: the caller's arguments, which override ``model_args``.
-        model_class: class of the model.
-    """
+    """Build a variant as timm builds its own, to be exported as ``dense_architecture``; ``kwargs`` are the caller's."""
     out_indices = kwargs.pop("out_indices", 3)
     if kwargs.get("features_only"):
         kwargs["num_classes"] = 0  # timm would load DINOv2's weights, which have no classifier, strictly
@@ -201,24 +193,21 @@ def create_moe_vit(
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **{**model_args, **kwargs},
     )
-    note_dense_form(model, dense_architecture, architecture_args(kwargs))
+    note_dense_form(model, dense_architecture, kwargs)
     return model
 
 
 def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     variant = _VARIANTS[name]
     model_args = variant.args
-    if name.startswith("vimoe") and not _states_classes(kwargs):
-        model_args = {"num_classes": 1000, **model_args}  # DINOv2's weights, and so their config, have no classifier
+    if name.startswith("vimoe"):
+        cfg = kwargs.get("pretrained_cfg")
+        stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
+        stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
+        # DINOv2's weights, and so their config, have no classifier. A saved model may state 0 classes.
+        if not stated.get("source") and not stated.get("num_classes"):
+            model_args = {"num_classes": 1000, **model_args}
     return create_moe_vit(name, variant.stock, pretrained, model_args, {**variant.own_size, **kwargs})
-
-
-def _states_classes(kwargs: dict[str, Any]) -> bool:
-    """Tell whether a pretrained config states the number of classes: any number, 0 too, if it is a saved model's."""
-    cfg = kwargs.get("pretrained_cfg")
-    stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
-    stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
-    return bool(stated.get("source") or stated.get("num_classes"))
 
 
 for _name, _variant in _VARIANTS.items():

@@ -21,9 +21,8 @@ __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
 class SharedVisionTransformer(PreLogitsVisionTransformer):
     """A ViT whose blocks share one attention and one feed-forward network (WideNet without experts, section 4.4).
 
-    The shared parts belong to the first block. The state dict has them once, under its name: files stay small,
-    safetensors accepts them (it refuses shared tensors), and a weight average over state dicts (timm's ModelEmaV3)
-    moves each tensor once.
+    The shared parts belong to the first block. The state dict has them once, under its name: safetensors refuses
+    shared tensors, and a weight average over state dicts (timm's ModelEmaV3) moves each tensor once.
 
     Args:
         args: as timm's VisionTransformer.
@@ -73,10 +72,8 @@ def _block_without_weights_but_first(**kwargs: Any) -> Block:
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Map each further name of a shared parameter to its first."""
     first: dict[int, str] = {}
-    names = {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+    every = module.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in every}
     return {name: earlier for name, earlier in names.items() if name != earlier}
 
 
@@ -119,8 +116,8 @@ class WideNet(MoeMixin, SharedVisionTransformer):
 
     Args:
         args: as :class:`SharedVisionTransformer`.
-        routing_groups: G, number of groups into which consecutive blocks are divided; the first block of a group
-            routes the tokens for the whole group, and the balance loss has G terms. By default every block routes.
+        routing_groups: G, number of groups of consecutive blocks; the first block of a group routes the tokens for the
+            whole group, and the balance loss has G terms. By default every block routes.
         kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe` but ``moe_layers``.
 
     Raises:
@@ -136,8 +133,15 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         if routing_groups is not None and router != "top_k":
             raise ValueError(f"routing_groups is an option of router='top_k', got router={router!r}.")
         super().__init__(*args, router=router, moe_layers="every-1", **kwargs)
-        if routing_groups is not None:
-            self._set_blocks(_in_groups(list(self.blocks), routing_groups))
+        if routing_groups is None:
+            return
+        blocks = list(self.blocks)
+        if type(routing_groups) is not int or routing_groups < 1 or len(blocks) % routing_groups:
+            raise ValueError(
+                f"routing_groups must be an integer that divides the {len(blocks)} blocks, got {routing_groups!r}."
+            )
+        size = len(blocks) // routing_groups
+        self._set_blocks([RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)])
 
     def _set_blocks(self, blocks: list[nn.Module]) -> None:
         self.blocks = nn.Sequential(*blocks)
@@ -146,17 +150,9 @@ class WideNet(MoeMixin, SharedVisionTransformer):
             layer.path = path
 
     def restore_stock_class(self) -> None:
-        self._set_blocks(
-            [block for part in self.blocks for block in (part if isinstance(part, RoutingGroup) else [part])]
-        )
+        parts = [part if isinstance(part, RoutingGroup) else [part] for part in self.blocks]
+        self._set_blocks([block for part in parts for block in part])
         super().restore_stock_class()
-
-
-def _in_groups(blocks: list[nn.Module], groups: int) -> list[nn.Module]:
-    if type(groups) is not int or groups < 1 or len(blocks) % groups:
-        raise ValueError(f"routing_groups must be an integer that divides the {len(blocks)} blocks, got {groups!r}.")
-    size = len(blocks) // groups
-    return [RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)]
 
 
 #: Preprocessing as for V-MoE-S.
@@ -189,44 +185,25 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def _create_widenet(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    variant = f"widenet_{size}"
-    if kwargs.get("num_experts") == 0:
-        return _create_dense(variant, size, pretrained, kwargs)
-    model_args = {**_WIDENET, **_size_and_head(size, kwargs)}
-    model = create_moe_vit(variant, f"ones_{size}", pretrained, model_args, kwargs, WideNet)
-    if isinstance(model, WideNet) and model.dense_args is not None:
-        model.dense_args["official_compat"] = model.zero_class_token
-        model.dense_args.pop("routing_groups", None)
-    return model
-
-
-def _create_dense(variant: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """Build a model with one dense network for all blocks."""
-    foreign = [name for name in kwargs if name in (*moe_options("top_k"), "routing_groups") and name != "num_experts"]
-    if foreign or kwargs.pop("num_experts", 0):
-        raise ValueError(
-            f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {variant} has not."
-        )
-    model_args = _size_and_head(size, kwargs)
-    return create_moe_vit(variant, variant, pretrained, model_args, kwargs, SharedVisionTransformer)
-
-
-def _size_and_head(size: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a size; takes ``official_compat`` out of the caller's."""
+def _create(name: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     official = kwargs.pop("official_compat", False)
     check_flag("official_compat", official)
-    return {**_POOLING, **(_OFFICIAL if official else {}), **_SIZES[size]}
+    args: dict[str, Any] = {**_POOLING, **(_OFFICIAL if official else {}), **_SIZES[size]}
+    if name.startswith("widenet") and kwargs.get("num_experts") != 0:
+        model = create_moe_vit(name, f"ones_{size}", pretrained, {**_WIDENET, **args}, kwargs, WideNet)
+        dense_args = getattr(model, "dense_args", None)
+        if dense_args is not None:  # no feature extractor
+            dense_args["official_compat"] = official
+            dense_args.pop("routing_groups", None)
+        return model
+    foreign = [option for option in kwargs if option in {*moe_options("top_k"), "routing_groups"} - {"num_experts"}]
+    if foreign or kwargs.pop("num_experts", 0):
+        raise ValueError(f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {name} has not.")
+    return create_moe_vit(name, name, pretrained, args, kwargs, SharedVisionTransformer)
 
 
 for _size in _SIZES:
-    _widenet = f"WideNet-{_size.upper()}"
-    register(__name__, f"widenet_{_size}", f"{_widenet}.", partial(_create_widenet, _size))
-    register(
-        *(
-            __name__,
-            f"ones_{_size}",
-            f"OneS's student of {_widenet} (arXiv 2201.10890): one dense network for all blocks.",
-        ),
-        partial(_create_dense, f"ones_{_size}", _size),
-    )
+    _widenet, _ones = f"WideNet-{_size.upper()}", f"ones_{_size}"
+    _student = f"OneS's student of {_widenet} (arXiv 2201.10890): one dense network for all blocks."
+    register(__name__, f"widenet_{_size}", f"{_widenet}.", partial(_create, f"widenet_{_size}", _size))
+    register(__name__, _ones, _student, partial(_create, _ones, _size))

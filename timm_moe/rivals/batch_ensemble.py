@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..convert.blocks import select_blocks
 from ..layers.checks import check_choice, check_integer, check_number
-from ..models.members import MembersMixin
+from ..models.ensemble import MembersMixin
 from ..models.vision_transformer import PreLogitsVisionTransformer
 from .learning_rates import scale_learning_rates
 from .registration import cfgs, create_vit, register_sizes

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..layers.checks import check_integer, check_number
-from ..models.members import as_one_classifier
+from ..models.ensemble import as_one_classifier
 from ..models.mixin import MoeMixin
 from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
 from .registration import ARGS, cfgs, create_vit, register_sizes
