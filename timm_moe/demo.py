@@ -29,15 +29,8 @@ BATCH_SIZE = 64
 #: Images in [-1, 1] with one channel.
 GREY = dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 SMALL_VIT: dict[str, Any] = dict(
-    pretrained_cfg_overlay=GREY,
-    img_size=8,
-    patch_size=2,
-    in_chans=1,
-    num_classes=10,
-    embed_dim=64,
-    depth=4,
-    num_heads=4,
-    mlp_ratio=2,
+    **dict(pretrained_cfg_overlay=GREY, img_size=8, patch_size=2, in_chans=1, num_classes=10),
+    **dict(embed_dim=64, depth=4, num_heads=4, mlp_ratio=2),
 )
 
 #: Runs in a process of its own, which must not import timm_moe.
@@ -54,7 +47,7 @@ print(type(model).__module__ + "." + type(model).__name__)
 
 @dataclass
 class Run:
-    """A model in training and its measurements."""
+    """Model in training and its measurements."""
 
     name: str
     model: nn.Module
@@ -85,14 +78,9 @@ class Run:
 
 
 def run_demo(output: str, epochs: int) -> None:
-    """Train, export, reload and report.
-
-    Args:
-        output: folder for the exported model and the plot.
-        epochs: passes over the 1,297 training images.
+    """Train for some epochs, export to a folder, reload, plot and report.
 
     Raises:
-        ValueError: if there are no epochs.
         RuntimeError: if the exported model does not predict the same.
     """
     if epochs < 1:
@@ -108,7 +96,16 @@ def run_demo(output: str, epochs: int) -> None:
     train([dense, ewa], train_set, test_set)
     export = export_dense(ewa.model, folder / "exported", overwrite=True)
     stock_class, outputs = reload_without_plugin(export.path, test_set[0])
-    print(report(dense, ewa, export.parameters))
+    parameters = [sum(parameter.numel() for parameter in run.model.parameters()) for run in (dense, ewa)]
+    rows = [
+        ("", dense.name, ewa.name),
+        ("accuracy, 500 test images", *(f"{run.accuracies[-1]:.1f} %" for run in (dense, ewa))),
+        ("parameters in training", *(f"{number:,}" for number in parameters)),
+        ("parameters after export", f"{parameters[0]:,}", f"{export.parameters:,}"),
+        ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa))),
+    ]
+    print("\n".join(["", *(f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows)]))
+    print("\nOne seed on toy data: a point more or less is noise. Real images: docs/results.md in the repository.")
     with torch.inference_mode():
         expected = ewa.model.eval()(test_set[0])
     same = int((outputs.argmax(1) == expected.argmax(1)).sum())
@@ -124,7 +121,7 @@ def run_demo(output: str, epochs: int) -> None:
 
 
 def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and test set of scikit-learn's digits: images (N, 1, 8, 8) in [-1, 1] and labels (N,)."""
+    """Load training and test set of scikit-learn's digits: images (N, 1, 8, 8) in [-1, 1] and labels (N,)."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1
     labels = torch.from_numpy(digits.target).long()
@@ -149,50 +146,24 @@ def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Ten
             losses = {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs[:2]}
             progress.set_postfix({**losses, "share rate": f"{runs[-1].share_rates[-1]:.3f}"}, refresh=False)
         for run in runs:
-            run.accuracies.append(accuracy(run.model, test_set))
+            with torch.inference_mode():
+                right = run.model.eval()(test_set[0]).argmax(1) == test_set[1]
+            run.accuracies.append(right.float().mean().item() * 100)
             run.scheduler.step(epoch + 1)
     progress.close()
 
 
-@torch.inference_mode()
-def accuracy(model: nn.Module, test_set: tuple[Tensor, Tensor]) -> float:
-    """Share of correct predictions in percent."""
-    images, labels = test_set
-    return (model.eval()(images).argmax(1) == labels).float().mean().item() * 100
-
-
 def reload_without_plugin(exported: Path, images: Tensor) -> tuple[str, Tensor]:
-    """Class and outputs of the exported model in a new process that does not import timm_moe."""
+    """Give class and outputs of the exported model in a new process that does not import timm_moe."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, outputs = Path(scratch, "images.npy"), Path(scratch, "outputs.npy")
         np.save(inputs, images.numpy())
-        done = subprocess.run(
-            [sys.executable, "-c", RELOAD, str(exported), str(inputs), str(outputs)],
-            env={**os.environ, "TIMM_MOE_AUTOLOAD": "0"},
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-c", RELOAD, str(exported), str(inputs), str(outputs)]
+        environment = {**os.environ, "TIMM_MOE_AUTOLOAD": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"Plain timm could not load {exported}: {done.stderr.strip().splitlines()[-1]}")
         return done.stdout.strip(), torch.from_numpy(np.load(outputs))
-
-
-def report(dense: Run, ewa: Run, exported_parameters: int) -> str:
-    """The table of results."""
-    parameters = [sum(parameter.numel() for parameter in run.model.parameters()) for run in (dense, ewa)]
-    rows = [
-        ("", dense.name, ewa.name),
-        ("accuracy, 500 test images", *(f"{run.accuracies[-1]:.1f} %" for run in (dense, ewa))),
-        ("parameters in training", *(f"{number:,}" for number in parameters)),
-        ("parameters after export", f"{parameters[0]:,}", f"{exported_parameters:,}"),
-        ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa))),
-    ]
-    lines = [f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows]
-    note = (
-        "One seed on a toy data set: a point of accuracy more or less is noise. Real images: docs/results.md in the "
-        "repository."
-    )
-    return "\n".join(["", *lines, "", note])
 
 
 def plot(runs: list[Run], file: Path) -> None:

@@ -1,17 +1,13 @@
-"""Drawings that explain a method by a token, a training step and a checkpoint, and the colours of all charts.
-
-:func:`ewa` is the first figure of the demo; docs/drawings.py draws the other methods.
-"""
+"""Drawing of EWA, the tools of docs/drawings.py for the other methods, and the colours of all charts."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the colours alone need no matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-#: The colours of all charts and drawings: Okabe and Ito's for the colour-blind, without black and yellow, which a
-#: background may hide.
+#: Okabe and Ito's colours for the colour-blind, without black and yellow, which a background may hide.
 ALL_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#A6761D")
 #: The colours of four experts.
 COLOURS = ALL_COLOURS[:4]
@@ -21,7 +17,7 @@ WIDTH, HEIGHT = 10.0, 7.0
 
 
 class Panel:
-    """One panel of a drawing, 10 units wide and 7 high."""
+    """Panel of a drawing, 10 units wide and 7 high."""
 
     def __init__(self, axes: "Axes", title: str, says: str):
         axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT), aspect="equal")
@@ -37,11 +33,11 @@ class Panel:
         from matplotlib.patches import FancyBboxPatch
 
         corner = (x - width / 2 + 0.1, y - height / 2 + 0.1)
-        style = "round,pad=0.1,rounding_size=0.15"
-        self.axes.add_patch(
-            FancyBboxPatch(corner, width - 0.2, height - 0.2, boxstyle=style, facecolor=colour, edgecolor=INK)
-        )
-        self.axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=_readable_on(colour))
+        look: dict[str, Any] = dict(boxstyle="round,pad=0.1,rounding_size=0.15", facecolor=colour, edgecolor=INK)
+        self.axes.add_patch(FancyBboxPatch(corner, width - 0.2, height - 0.2, **look))
+        red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+        readable = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else INK
+        self.axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=readable)
         return x, y
 
     def tokens(self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55) -> list[float]:
@@ -60,19 +56,17 @@ class Panel:
         """Draw an arrow from one point to another, with a word beside its middle."""
         line = dict(arrowstyle="-|>", color=colour, linestyle=style, linewidth=1.2, shrinkA=0, shrinkB=0)
         self.axes.annotate("", end, start, arrowprops=line)
-        middle = ((start[0] + end[0]) / 2 + 0.15, (start[1] + end[1]) / 2)
-        self.axes.text(*middle, text, fontsize=8, va="center", color=INK)
+        x, y = (start[0] + end[0]) / 2 + 0.15, (start[1] + end[1]) / 2
+        self.axes.text(x, y, text, fontsize=8, va="center", color=INK)
 
     def write(self, x: float, y: float, text: str, size: float = 8.5) -> None:
-        """Write around a point."""
         self.axes.text(x, y, text, fontsize=size, ha="center", va="center", color=INK)
 
 
 def panels(figure: "Figure | SubFigure", says: Sequence[str]) -> list[Panel]:
-    """The three panels of every drawing, side by side, each with its sentence."""
+    """Make the three panels of every drawing, side by side, each with its sentence."""
     titles = ("A token", "A training step", "A checkpoint")
-    axes = figure.subplots(1, 3)
-    return [Panel(*each) for each in zip(axes, titles, says, strict=True)]
+    return [Panel(*each) for each in zip(figure.subplots(1, 3), titles, says, strict=True)]
 
 
 def experts(panel: Panel, y: float) -> list[tuple[float, float]]:
@@ -95,12 +89,9 @@ def dense_to_experts(panel: Panel, into: str, back: str, result: str) -> None:
 
 
 def routes(panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tuple[int, int]] = ()) -> None:
-    """Draw tokens in a row, their ways to experts, and out again in the same order.
+    """Draw tokens in a row, their ways to the experts that each chose, and out again in the same order.
 
-    Args:
-        panel: to draw on.
-        chosen: experts of each token; the first one gives the token its colour.
-        dropped: pairs of a token and an expert that has no place for it.
+    A token takes the colour of its first expert. A pair of token and expert is dropped if there is no place.
     """
     before = panel.tokens(6.5, [GREY] * len(chosen))
     row = experts(panel, 4.2)
@@ -132,9 +123,3 @@ def ewa(figure: "Figure | SubFigure") -> None:
     step.axes.plot(5, 4, "X", color=INK, markersize=10)
     step.write(5, 3.3, "mean")
     dense_to_experts(checkpoint, into="copy", back="mean", result="dense: stock timm")
-
-
-def _readable_on(colour: str) -> str:
-    """White on dark colours, ink on light ones."""
-    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else INK

@@ -23,12 +23,9 @@ class ModelInfo:
     """Sizes of an expert model, or of a model of this package without experts.
 
     Attributes:
-        name: registered name.
-        moe_layers: names of the expert layers.
         blocks: number of blocks that could hold an expert layer; in WideNet all share one.
         num_experts: experts in each layer.
         top_k: experts that a token passes through in training.
-        routing_unit: ``"token"`` or ``"image"``, the unit that is routed.
         members: members of the ensemble inside the model; each routes its own tokens.
         total: parameters in training.
         activated: parameters that one token passes through in training.
@@ -54,14 +51,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a forward for one image.
-
-    Attributes:
-        convolution: multiply-adds of convolutions, i.e. of the patch embedding.
-        linear: multiply-adds of linear layers.
-        attention: multiply-adds of attention's two products, queries by keys and weights by values.
-        norm: number of outputs of layer norms.
-    """
+    """Multiply-adds of a forward for one image by kind, ``attention`` its two products alone, and outputs of norms."""
 
     convolution: float
     linear: float
@@ -70,7 +60,6 @@ class Cost:
 
     @property
     def macs(self) -> float:
-        """Sum all multiply-adds."""
         return self.convolution + self.linear + self.attention
 
 
@@ -80,7 +69,7 @@ def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
 
 
 def is_registered_here(name: str) -> bool:
-    """Tell whether a registered model belongs to this package."""
+    """Tell if a registered model belongs to this package."""
     return timm.is_model(name) and model_entrypoint(name).__module__.startswith(f"{__package__}.")
 
 
@@ -93,7 +82,7 @@ def check_registered(name: str) -> None:
 
 
 def is_named_after_stock(name: str) -> bool:
-    """Tell whether a model is the EWA form of a timm architecture, which its name begins with."""
+    """Tell if a model is the EWA form of a timm architecture, which its name begins with."""
     architecture = name.partition(".")[0]
     stock = architecture.removesuffix("_ewa_moe")
     return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
@@ -106,11 +95,7 @@ def weightless_model(name: str, **kwargs: Any) -> nn.Module:
 
 
 def model_info(name: str, **kwargs: Any) -> ModelInfo:
-    """Measure a registered expert model without allocating its weights.
-
-    Args:
-        name: registered model name.
-        kwargs: arguments of ``timm.create_model``.
+    """Measure a registered model without allocating its weights.
 
     Raises:
         ValueError: if there is no such model, or it has no expert layers and does not belong to this package.
@@ -145,12 +130,10 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
 
 
 def parameters(module: nn.Module) -> int:
-    """Count parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def router_parameters(model: nn.Module) -> int:
-    """Count the parameters of all routers."""
     return sum(parameters(layer.router) for layer in moe_layers(model).values())
 
 
@@ -163,16 +146,11 @@ def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
 
 
 def parameters_of_an_expert(layer: MoeMlp) -> int:
-    """Count the parameters of one expert."""
     return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
 
 
 def evaluation_cost(model: nn.Module) -> Cost:
-    """Measure the cost of evaluating one image; routed experts take every token K times.
-
-    Args:
-        model: a model on the meta device; it ends in eval mode.
-    """
+    """Measure the cost of evaluating one image on the meta device; routed experts take every token K times."""
     with ExitStack() as stack:
         for layer in moe_layers(model).values():
             stack.enter_context(layer.routed_by.dropping_nothing())
@@ -183,10 +161,7 @@ def training_flops(model: nn.Module) -> float:
     """Count floating-point operations of a forward and a backward for one image; a multiply-add counts as two.
 
     A backward costs twice a forward, without the gradient of the images. Every expert computes all rows of its
-    capacity, used or not, as in V-MoE's implementation.
-
-    Args:
-        model: a model on the meta device; it ends in training mode, its parameters frozen.
+    capacity, used or not, as in V-MoE's implementation. The model is on the meta device and ends frozen.
     """
     cost = _forward_cost(model.train(), batch=64)  # large enough that the rounding of capacities does not matter
     return 2 * (3 * cost.macs - cost.convolution)
@@ -194,23 +169,17 @@ def training_flops(model: nn.Module) -> float:
 
 def _forward_cost(model: nn.Module, batch: int) -> Cost:
     normed: list[int] = []
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output: normed.append(output.numel()))
-        for module in model.modules()
-        if isinstance(module, nn.LayerNorm)
-    ]
     model.requires_grad_(False)  # FlopCounterMode fails on views of parameters between modules (PiT's class token)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with ExitStack() as hooks, FlopCounterMode(display=False) as counter, torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                count = module.register_forward_hook(lambda _module, _inputs, output: normed.append(output.numel()))
+                hooks.callback(count.remove)
         model(torch.empty(batch, *model_input_size(model), device="meta"))
-    for hook in hooks:
-        hook.remove()
     macs = {"convolution": 0.0, "linear": 0.0, "attention": 0.0}
     for operator, flops in counter.get_flop_counts()["Global"].items():
-        macs[_kind(str(operator))] += flops / 2 / batch
+        name = str(operator)
+        attends = "bmm" in name or "scaled_dot_product" in name
+        kind = "convolution" if "convolution" in name else "attention" if attends else "linear"
+        macs[kind] += flops / 2 / batch
     return Cost(**macs, norm=sum(normed) / batch)
-
-
-def _kind(operator: str) -> str:
-    if "convolution" in operator:
-        return "convolution"
-    return "attention" if "bmm" in operator or "scaled_dot_product" in operator else "linear"

@@ -12,47 +12,36 @@ from torch import nn
 _LARGEST_SIDE = 8192
 
 
-def _is_side(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= _LARGEST_SIDE
+def _is_number(value: Any, lowest: float, highest: float, types: tuple[type, ...] = (int, float)) -> bool:
+    return type(value) in types and lowest <= value <= highest
 
 
-def _is_number(value: Any, lowest: float, highest: float) -> bool:
-    return type(value) in (int, float) and lowest <= value <= highest
+def _are_numbers(value: Any, *limits: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(_is_number(part, *limits) for part in value)
 
 
-def _is_input_size(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_is_side, value))
-
-
-def _are_numbers(value: Any, lowest: float) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(_is_number(part, lowest, 1e3) for part in value)
-
-
+_SIDE = (1, _LARGEST_SIDE, (int,))
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
-_SIZE = (_is_input_size, f"channels, height and width, each from 1 to {_LARGEST_SIDE}")
+#: For entries of the preprocessing a test of the value, and a description of possible values.
+_SIZE = (
+    lambda value: _are_numbers(value, *_SIDE) and len(value) == 3,
+    f"channels, height and width, each from 1 to {_LARGEST_SIDE}",
+)
 _CROP = (lambda value: _is_number(value, 0.05, 2), "a number from 0.05 to 2")
-#: For each entry of the preprocessing a test of its value, and a description of possible values.
 _PREPROCESSING: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "input_size": _SIZE,
-    "test_input_size": _SIZE,
-    "min_input_size": _SIZE,
-    "img_size": (_is_side, f"an integer from 1 to {_LARGEST_SIDE}"),
-    "mean": (lambda value: _are_numbers(value, -1e3), "finite numbers from -1000 to 1000"),
-    "std": (lambda value: _are_numbers(value, 1e-6), "finite numbers above 0, from 1e-6 to 1000"),
-    "crop_pct": _CROP,
-    "test_crop_pct": _CROP,
+    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
+    "img_size": (lambda value: _is_number(value, *_SIDE), f"an integer from 1 to {_LARGEST_SIDE}"),
+    "mean": (lambda value: _are_numbers(value, -1e3, 1e3), "finite numbers from -1000 to 1000"),
+    "std": (lambda value: _are_numbers(value, 1e-6, 1e3), "finite numbers above 0, from 1e-6 to 1000"),
+    **dict.fromkeys(("crop_pct", "test_crop_pct"), _CROP),
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),
 }
 
 
 def check_preprocessing(stated: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value of the preprocessing is impossible.
-
-    Args:
-        stated: a pretrained config or a part of it; other entries, and entries that are None, are ignored.
-    """
+    """Raise ValueError if a config has an impossible value of the preprocessing; None is possible."""
     for name, (is_possible, description) in _PREPROCESSING.items():
         value = stated.get(name)
         if value is not None and not is_possible(value):
@@ -74,15 +63,12 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The stated part of the preprocessing of a model's images, under the names of timm's scripts.
+    """Stated part of the preprocessing of a model's images, under the names of timm's scripts.
 
     Attributes:
         img_size: height and width in pixels.
-        mean: mean of the pixels (from 0 to 1) of each channel, or of all channels.
-        std: standard deviation of the pixels of each channel, or of all channels.
+        mean, std: of the pixels (from 0 to 1) of each channel, or of all channels.
         crop_pct: side of the crop, as a share of the resized image's side.
-        crop_mode: ``"center"``, ``"squash"`` or ``"border"``.
-        interpolation: interpolation of the resizing, e.g. ``"bicubic"``.
 
     Raises:
         ValueError: if a value is impossible.
@@ -99,16 +85,11 @@ class Preprocessing:
         check_preprocessing(vars(self))
 
     def stated(self) -> dict[str, Any]:
-        """Return the stated values by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:
-    """Write preprocessing to the config of a timm model; returns the names of the entries it set.
-
-    Args:
-        model: a model of timm.
-        stated: arguments of timm's scripts; unset and other arguments are ignored.
+    """Write arguments of timm's scripts to the config of a timm model, and return the names of the entries it set.
 
     Raises:
         ValueError: if a value is impossible, or the model cannot take images of the size.
@@ -135,12 +116,8 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
 def preprocessing(model: nn.Module) -> dict[str, Any]:
     """Return the preprocessing of a model's training, at the image size that the model is built for."""
     config = resolve_data_config({}, model=model)
-    return {
-        **config,
-        "input_size": model_input_size(model),
-        "mean": tuple(config["mean"]),
-        "std": tuple(config["std"]),
-    }
+    moments = {name: tuple(config[name]) for name in ("mean", "std")}
+    return {**config, **moments, "input_size": model_input_size(model)}
 
 
 def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 Source = nn.Module | str | Path
 
-#: Seconds between two lines about the progress.
+#: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
 
 
@@ -31,7 +31,7 @@ class Inference:
     Attributes:
         batch_size: images of a forward.
         workers: processes that load images; 0 loads them in this one.
-        device: torch's name of it; by default the GPU if there is one.
+        device: by default the GPU if there is one.
         amp_dtype: type of autocast; by default there is none.
     """
 
@@ -52,7 +52,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
 
     Args:
         data_dir: folder that holds the split's folder.
-        split: its name; timm takes ``val``, ``eval`` and the like for ``validation``. ``""`` is ``data_dir`` itself.
+        split: ``validation`` may also be called ``val``, ``eval`` and the like; ``""`` is ``data_dir`` itself.
         class_map: file that numbers the classes, as in timm's scripts; by default they are sorted.
 
     Raises:
@@ -62,7 +62,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
     folder = Path(data_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no data folder {folder}.")
-    if str(class_map).endswith(".pkl"):
+    if class_map.endswith(".pkl"):
         raise ValueError(f"{class_map} may run code when it is read: write the names of the classes to a text file.")
     try:
         dataset = create_dataset("", root=str(folder), split=split, class_map=class_map)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
 
 
 def class_names(images: ImageDataset) -> list[str]:
-    """Names of the classes in the order of their numbers."""
+    """List the classes in the order of their numbers."""
     numbers: dict[str, int] = images.reader.class_to_idx
     return sorted(numbers, key=numbers.__getitem__)
 
@@ -95,76 +95,52 @@ def load_classifiers(
     use_ema: bool = False,
     inference: Inference | None = None,
 ) -> list[nn.Module]:
-    """Load models with the classes of the images, on their device and in eval mode.
+    """Load models with the classes of the images, on the device of ``inference`` and in eval mode.
 
-    Models and images must have the same number of classes. If the config of a model names its classes
-    (``label_names``) and the images have other names, a warning says so.
-
-    Args:
-        sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
-        images: from :func:`image_folder`.
-        spec: model to create for files that do not name it.
-        use_ema: take the EMA weights of train.py's checkpoints.
-        inference: has the device.
+    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`. A warning says if a
+    model's config names other classes (``label_names``) than the folders of the images.
 
     Raises:
-        ValueError: if the number of classes differs between two models, or between model and images; and as
-            ``load_source``.
+        ValueError: if models and images have different numbers of classes; and as ``load_source``.
     """
-    models = []
+    models: list[Any] = []
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
-    names = [describe_source(source) for source in sources]
-    first, found = models[0].num_classes, len(class_names(images))
+    names, found, folder = [*map(describe_source, sources)], class_names(images), Path(images.reader.root)
     for name, model in zip(names, models, strict=True):
-        if model.num_classes != first:
+        own, first = model.num_classes, models[0].num_classes
+        if own != first:
             raise ValueError(
-                f"{name} has {model.num_classes} classes, but {names[0]} has {first}: the members of an ensemble need "
-                "the same."
+                f"{name} has {own} classes, but {names[0]} has {first}: the members of an ensemble need the same."
             )
-    if first != found:
-        raise ValueError(f"{Path(images.reader.root)} has {found} classes, but {names[0]} has {first}.")
-    for name, model in zip(names, models, strict=True):
-        _warn_of_other_classes(name, model, images)
-    device = (inference or Inference()).torch_device()
-    return [model.to(device).eval() for model in models]
-
-
-def _warn_of_other_classes(name: str, model: nn.Module, images: ImageDataset) -> None:
-    """Compare the names of the classes in the model's config with the names of the images' folders."""
-    stated = get_pretrained_cfg(model).get("label_names") if hasattr(model, "pretrained_cfg") else None
-    if not stated:
-        return
-    by_number = stated if isinstance(stated, dict) else {str(number): label for number, label in enumerate(stated)}
-    for number, label in enumerate(class_names(images)):
-        known = by_number.get(str(number))
-        if known not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
-            _logger.warning(
-                f"{Path(images.reader.root)} has other classes than {name}, whose class {number} is {known} and not "
-                f"{label}: the labels do not mean the same."
-            )
-            return
+        if own != len(found):
+            raise ValueError(f"{folder} has {len(found)} classes, but {name} has {own}.")
+        stated = get_pretrained_cfg(model).get("label_names") or found
+        by_number = stated if isinstance(stated, dict) else {str(number): label for number, label in enumerate(stated)}
+        for number, label in enumerate(found):
+            known = by_number.get(str(number))
+            if known not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
+                _logger.warning(
+                    f"{folder} has other classes than {name}, whose class {number} is {known} and not {label}: the "
+                    "labels do not mean the same."
+                )
+                break
+    return [model.to((inference or Inference()).torch_device()).eval() for model in models]
 
 
 def describe_source(source: Source) -> str:
-    """The name of a source for messages."""
+    """Name a source in messages."""
     return type(source).__name__ if isinstance(source, nn.Module) else str(source)
 
 
 def batches(
     models: Sequence[nn.Module], images: ImageDataset, inference: Inference, indices: Sequence[int] | None = None
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Load images in batches on the device, in order: (B, C, H, W) for each model, and their labels (B,).
+    """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
 
     Models of the same preprocessing share a loader.
-
-    Args:
-        models: on their device.
-        images: from :func:`image_folder`.
-        inference: settings of the forwards.
-        indices: numbers of the images that are wanted; by default all.
 
     Raises:
         ValueError: if an image cannot be read.
@@ -188,7 +164,7 @@ def batches(
 
 
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:
-    """The batches of a loader of so many images. The log has the progress.
+    """Yield the batches of a loader of so many images, and log the progress.
 
     Raises:
         ValueError: if an image cannot be read, without the traceback that a worker process adds.
@@ -206,12 +182,10 @@ def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inferenc
 
 
 class _Images(Dataset):
-    """Like timm's dataset, but an unreadable image raises: timm takes the next one."""
+    """Images without timm's way to take the next one if one is unreadable."""
 
     def __init__(self, images: ImageDataset, wanted: Sequence[int], mode: str):
-        self.samples = images.reader.samples
-        self.wanted = wanted
-        self.mode = mode
+        self.samples, self.wanted, self.mode = images.reader.samples, wanted, mode
         self.transform: Any = None  # timm's create_loader sets it
 
     def __len__(self) -> int:
@@ -223,15 +197,11 @@ class _Images(Dataset):
 
 
 class UnreadableImage(ValueError):
-    """An error about one file, which it names."""
+    """Error that names the file."""
 
 
 def read_image(file: str | Path, mode: str | None = None) -> Image.Image:
-    """Open and decode an image, and convert it to a mode of Pillow if one is given.
-
-    Raises:
-        UnreadableImage: if it is damaged or no image.
-    """
+    """Open and decode an image, and convert it to a mode of Pillow if one is given; or raise UnreadableImage."""
     try:
         image: Image.Image = Image.open(file)
         if image.format == "PNG":  # decoding does not look at its checksums

@@ -1,6 +1,7 @@
 """Measures a classifier, or an ensemble of classifiers, on a folder of images with all of :mod:`.metrics`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from timm.data import ImageDataset
@@ -10,7 +11,7 @@ from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
 
-#: From a model in eval mode, its name, and images (B, channels, height, width), to the logits (B, M, C) of its members.
+#: From a model in eval mode, its name and images to the logits (B, M, C) of its members.
 Members = Callable[[nn.Module, str, Tensor], Tensor]
 
 #: Names and formats of the numbers of an evaluation in a table, in their order.
@@ -33,10 +34,9 @@ LABELS = {
 }
 
 
-def own_members(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """The logits (B, M, C) of a model's members; a model without members is one."""
-    forward_members = getattr(model, "forward_members", None)
-    return model(x).unsqueeze(1) if forward_members is None else forward_members(x)
+def own_members(model: Any, name: str, x: Tensor) -> Tensor:
+    """Logits (B, M, C) of a model's members; a model without members is one."""
+    return model.forward_members(x) if hasattr(model, "forward_members") else model(x).unsqueeze(1)
 
 
 def evaluate(
@@ -51,26 +51,22 @@ def evaluate(
 ) -> dict[str, float]:
     """Measure one classifier, or the ensemble of all members of several classifiers.
 
-    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any other is one member.
+    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any other is one.
     The ensemble predicts the mean of its members' probabilities (pBE, arXiv 2110.03360, section 4).
 
     Args:
-        sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
+        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as ``spec`` and ``use_ema``.
         images: from :func:`timm_moe.analysis.data.image_folder`.
-        ood_images: images of another distribution, which the largest mean probability should tell from the first;
-            their classes do not matter.
-        spec: model to create for files that do not name it.
-        use_ema: take the EMA weights of train.py's checkpoints.
+        ood_images: images of other classes, which the largest mean probability should tell from the first.
         inference: settings of the forwards.
         members: gives the members of a model, if not its own, as :func:`timm_moe.rivals.sampled_members`.
 
     Returns:
-        The keys of :data:`LABELS`: the first six; with several members the next six, means over members or pairs of
-        them; with other images the last three. Errors and rates are shares, NLL and KL are in nats.
+        The first six numbers of :data:`LABELS`; of several members the next six, means over members or their pairs;
+        with other images the last three. Errors and rates are shares, NLL and KL are in nats.
 
     Raises:
-        ValueError: if the classes of models and images differ or an output is NaN; and as ``members`` and
-            ``load_source``.
+        ValueError: if the classes of models and images differ or an output is NaN; and as ``load_source``.
     """
     inference = inference or Inference()
     models = load_classifiers(sources, images, spec, use_ema, inference)
@@ -84,53 +80,54 @@ def evaluate(
     return figures.result()
 
 
-class Figures:
-    """The numbers of :func:`evaluate`, gathered batch by batch.
+def _group(**of_name: metrics.Metric) -> metrics.MetricCollection:
+    return metrics.MetricCollection({**of_name}, compute_groups=False)
 
-    Args:
-        num_classes: C.
-    """
+
+class Figures:
+    """Numbers of :func:`evaluate` for C classes, gathered batch by batch."""
 
     def __init__(self, num_classes: int):
         self.images = self.members = self.ood_images = 0
-        self._of_ensemble = {
-            "nll": metrics.NegativeLogLikelihood(),
-            "error": metrics.ErrorRate(),
-            "ece": metrics.CalibrationError(num_classes),
-            "brier": metrics.BrierScore(),
-        }
-        self._of_member = {"mean_member_nll": metrics.NegativeLogLikelihood(), "mean_member_error": metrics.ErrorRate()}
-        self._of_pairs = {
-            "pairwise_kl": metrics.PairwiseKL(),
-            "cosine_similarity": metrics.CosineSimilarity(),
-            "disagreement": metrics.Disagreement(),
-            "normalized_disagreement": metrics.NormalizedDisagreement(),
-        }
-        self._of_confidence = {"auroc": metrics.AUROC(), "fpr_at_95": metrics.FPRAt95()}
+        self._of_ensemble = _group(
+            nll=metrics.NegativeLogLikelihood(),
+            error=metrics.ErrorRate(),
+            ece=metrics.CalibrationError(num_classes),
+            brier=metrics.BrierScore(),
+        )
+        self._of_member = _group(mean_member_nll=metrics.NegativeLogLikelihood(), mean_member_error=metrics.ErrorRate())
+        self._of_pairs = _group(
+            pairwise_kl=metrics.PairwiseKL(),
+            cosine_similarity=metrics.CosineSimilarity(),
+            disagreement=metrics.Disagreement(),
+            normalized_disagreement=metrics.NormalizedDisagreement(),
+        )
+        self._of_confidence = _group(auroc=metrics.AUROC(), fpr_at_95=metrics.FPRAt95())
 
     def update(self, log_p_BMC: Tensor, labels: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images and their labels (B,)."""
         self.images += len(labels)
         self.members = log_p_BMC.shape[1]
-        _update(self._of_ensemble, log_p_BMC, labels)
+        self._of_ensemble.update(log_p_BMC, labels)
         if self.members > 1:
-            _update(self._of_member, log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
-            _update(self._of_pairs, log_p_BMC, labels)
-        _update(self._of_confidence, confidence(log_p_BMC), torch.ones_like(labels))
+            self._of_member.update(log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
+            self._of_pairs.update(log_p_BMC, labels)
+        self._of_confidence.update(confidence(log_p_BMC), torch.ones_like(labels))
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images of other data."""
         self.ood_images += len(log_p_BMC)
-        _update(self._of_confidence, confidence(log_p_BMC), torch.zeros(len(log_p_BMC), dtype=torch.long))
+        self._of_confidence.update(confidence(log_p_BMC), torch.zeros(len(log_p_BMC), dtype=torch.long))
 
     def result(self) -> dict[str, float]:
-        """The numbers, as :func:`evaluate` returns them."""
-        result = {"images": self.images, "members": self.members, **_values(self._of_ensemble)}
-        if self.members > 1:
-            result |= {**_values(self._of_member), **_values(self._of_pairs)}
-        if self.ood_images:
-            result |= {"ood_images": self.ood_images, **_values(self._of_confidence)}
-        return result
+        """Give the numbers, as :func:`evaluate` returns them."""
+        groups = [self._of_ensemble]
+        groups += [self._of_member, self._of_pairs] if self.members > 1 else []
+        groups += [self._of_confidence] if self.ood_images else []
+        values = {name: value.item() for group in groups for name, value in group.compute().items()}
+        values |= {"images": self.images, "members": self.members}
+        values |= {"ood_images": self.ood_images} if self.ood_images else {}
+        return {name: values[name] for name in LABELS if name in values}
 
 
 @torch.inference_mode()
@@ -141,22 +138,19 @@ def predictions(
     inference: Inference,
     members: Members = own_members,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-probabilities (B, M, C) of all members of all models, and labels (B,), batch by batch, in float64 on the CPU.
+    """Yield log-probabilities (B, M, C) of all members of all models, and labels (B,), in float64 on the CPU.
 
     In float32 the normalisation may round two logits to the same probability and so change a prediction.
     """
     for inputs, labels in batches(models, images, inference):
-        parts = [
-            member_log_probabilities(model, name, x, inference, members)
-            for name, model, x in zip(names, models, inputs, strict=True)
-        ]
-        yield torch.cat(parts, 1), labels.cpu()
+        each = zip(models, names, inputs, strict=True)
+        yield torch.cat([member_log_probabilities(*one, inference, members) for one in each], 1), labels.cpu()
 
 
 def member_log_probabilities(
     model: nn.Module, name: str, x: Tensor, inference: Inference, members: Members = own_members
 ) -> Tensor:
-    """Log-probabilities (B, M, C) of the members of one model for images x (B, channels, height, width)."""
+    """Log-probabilities (B, M, C) of one model's members for images; raise ValueError if one is NaN."""
     with inference.autocast():
         logits = members(model, name, x)
     log_p_BMC = logits.cpu().double().log_softmax(2)
@@ -166,21 +160,12 @@ def member_log_probabilities(
 
 
 def confidence(log_p_BMC: Tensor) -> Tensor:
-    """(B,) largest probability of the ensemble."""
+    """Largest probability of the ensemble, (B,)."""
     return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
 
 
-def _update(group: Mapping[str, metrics.Metric], *batch: Tensor) -> None:
-    for metric in group.values():
-        metric.update(*batch)
-
-
-def _values(group: Mapping[str, metrics.Metric]) -> dict[str, float]:
-    return {name: metric.compute().item() for name, metric in group.items()}
-
-
 def table(result: dict[str, float]) -> str:
-    """The text of an evaluation, a line for each number, with the accuracy before the error."""
+    """Write a line for each number, with the accuracy before the error."""
     lines = []
     for name, value in result.items():
         label, layout = LABELS[name]

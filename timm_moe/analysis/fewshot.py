@@ -1,8 +1,8 @@
 """Few-shot linear evaluation: a regression from the features of a frozen model to classes, learned from few images.
 
-The protocol is that of V-MoE's code, which pBE takes over (arXiv 2110.03360, appendix B.4): features before the
-classifier are whitened, a constant serves as the bias, and a ridge regression to classes in {-1, 1} is solved in closed
-form. Shape suffixes: N images, D width of features, C classes, M members, L penalties, R runs.
+The protocol is of V-MoE's code and pBE (arXiv 2110.03360, appendix B.4): features before the classifier are whitened, a
+constant serves as the bias, and a ridge regression to classes in {-1, 1} is solved in closed form. Shape suffixes:
+N images, D width of features, C classes, M members, L penalties, R runs.
 """
 
 import logging
@@ -25,18 +25,11 @@ _logger = logging.getLogger(__name__)
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
 #: Value of the constant feature; it is large, so that the bias is hardly penalised.
 CONSTANT = 100.0
-JOINT, DISJOINT, WEIGHTED = "joint", "disjoint", "weighted"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Training and test images of the same classes.
-
-    Attributes:
-        name: in the results.
-        train: the shots are drawn from these.
-        test: images to classify.
-    """
+    """Images of the same classes, to draw the shots from and to classify."""
 
     name: str
     train: ImageDataset
@@ -45,11 +38,9 @@ class Folder:
 
 @dataclass(frozen=True)
 class Result:
-    """The accuracy on the test images after so many shots.
+    """Accuracy on the test images after so many shots.
 
     Attributes:
-        folder: name of the images.
-        shots: training images of each class.
         members: ``"joint"``, one regression on the features of all members side by side; ``"disjoint"``, the mean of
             the members' regressions; or ``"weighted"``, their mean by the inverse of :meth:`Ridge.left_out_error`.
         accuracy: mean over the draws, a share.
@@ -66,46 +57,32 @@ class Result:
 
 
 class Ridge:
-    """Ridge regressions from features to classes for all penalties, by one eigendecomposition.
-
-    Args:
-        x_ND: features to learn from.
-        label_N: their classes.
-        num_classes: C.
-    """
+    """Ridge regressions from features to C classes for all penalties, by one singular value decomposition."""
 
     def __init__(self, x_ND: Tensor, label_N: Tensor, num_classes: int):
         x_ND = x_ND.double()
-        self._mean = x_ND.mean(0)
-        self._std = x_ND.std(0, correction=0) + 1e-5
-        self._x_ND = x_ND = self._whitened(x_ND)
-        self._y_NC = y_NC = 2 * nn.functional.one_hot(label_N, num_classes).double() - 1
-        if len(x_ND) >= x_ND.shape[1]:
-            self._eigenvalues, self._left = torch.linalg.eigh(x_ND.T @ x_ND)
-            self._right = self._left.T @ (x_ND.T @ y_NC)
-            self._squares = (x_ND @ self._left).square()
-        else:  # the same regression by the smaller matrix
-            self._eigenvalues, vectors = torch.linalg.eigh(x_ND @ x_ND.T)
-            self._left, self._right = x_ND.T @ vectors, vectors.T @ y_NC
-            self._squares = vectors.square() * self._eigenvalues
+        self._mean, self._std = x_ND.mean(0), x_ND.std(0, correction=0) + 1e-5
+        self._x_ND = self._whitened(x_ND)
+        self._y_NC = 2 * nn.functional.one_hot(label_N, num_classes).double() - 1
+        self._left, self._values, self._right = torch.linalg.svd(self._x_ND, full_matrices=False)
+        self._projected = self._left.T @ self._y_NC
 
     def scores(self, x_ND: Tensor, penalty: float) -> Tensor:
-        """(N, C) scores of other features; the predicted class has the largest."""
-        return self._whitened(x_ND.double()) @ self.weights(penalty)
-
-    def weights(self, penalty: float) -> Tensor:
-        """(D + 1, C) weights; the last row belongs to the constant."""
-        return (self._left / (self._eigenvalues + penalty)) @ self._right
+        """Scores (N, C) of other features; the predicted class has the largest."""
+        return self._whitened(x_ND.double()) @ self._weights(penalty)
 
     def left_out_error(self, penalty: float) -> float:
-        """Mean squared error on each training image, by the regression from all others.
+        """Mean squared error on each training image, by the regression from all others, whitened by all.
 
-        In closed form: the error of the whole regression divided by one minus the image's leverage. The features stay
-        whitened by all images.
+        In closed form it is the error of the whole regression divided by one minus the image's leverage.
         """
-        leverage_N1 = (self._squares / (self._eigenvalues + penalty)).sum(1, keepdim=True)
-        error_NC = (self._y_NC - self._x_ND @ self.weights(penalty)) / (1 - leverage_N1)
+        leverage_N = self._left.square() @ (self._values.square() / (self._values.square() + penalty))
+        error_NC = (self._y_NC - self._x_ND @ self._weights(penalty)) / (1 - leverage_N[:, None])
         return error_NC.square().mean().item()
+
+    def _weights(self, penalty: float) -> Tensor:
+        shrunk = self._values / (self._values.square() + penalty)
+        return self._right.T @ (shrunk[:, None] * self._projected)
 
     def _whitened(self, x_ND: Tensor) -> Tensor:
         return nn.functional.pad((x_ND - self._mean) / self._std, (0, 1), value=CONSTANT)
@@ -128,14 +105,11 @@ def fewshot(
     test images, as in V-MoE's code. The shots of a draw contain its smaller numbers of shots.
 
     Args:
-        sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them; several, or a model with
-            members, are an ensemble.
-        folders: of images.
+        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as ``spec`` and ``use_ema``;
+            several, or a model with members, are an ensemble.
+        folders: images to learn from and to classify.
         shots: training images of each class.
-        draws: number of draws.
-        seed: of the draws.
-        spec: model to create for files that do not name it.
-        use_ema: take the EMA weights of train.py's checkpoints.
+        draws, seed: number of draws, and their seed.
         inference: settings of the forwards.
 
     Returns:
@@ -151,12 +125,28 @@ def fewshot(
         raise ValueError(f"shots and draws must be at least 1, got {list(shots)} and {draws}.")
     labels = [_checked_labels(folder, max(shots)) for folder in folders]
     models = [load_source(source, spec, use_ema).to(inference.torch_device()).eval() for source in sources]
-    names = [describe_source(source) for source in sources]
+    named = [*zip(models, map(describe_source, sources), strict=True)]
     generator = torch.Generator("cpu").manual_seed(seed)
-    tables = [
-        _accuracies(models, names, folder, label_N, shots, draws, generator, inference)
-        for folder, label_N in zip(folders, labels, strict=True)
-    ]
+    tables = []
+    for folder, label_N in zip(folders, labels, strict=True):
+        of_class = [(label_N == number).nonzero().flatten() for number in label_N.unique()]
+        drawn = [
+            torch.stack([images[torch.randperm(len(images), generator=generator)[: max(shots)]] for images in of_class])
+            for _ in range(draws)
+        ]
+        used, place = torch.stack(drawn).unique(return_inverse=True)  # features are computed once
+        counts = f"{len(used):,}", f"{len(folder.test):,}"
+        _logger.info("%s: features of %s training and %s test images ...", folder.name, *counts)
+        train, label = _features(named, folder.train, inference, used.tolist())
+        test, expected = _features(named, folder.test, inference)
+        runs = []
+        for draw in range(draws):
+            _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
+            for number in shots:
+                chosen = place[draw, :, :number].flatten()
+                runs.append(_accuracies([x_ND[chosen] for x_ND in train], label[chosen], test, expected))
+        shape = (draws, len(shots))
+        tables.append({kind: torch.stack([run[kind] for run in runs]).unflatten(0, shape) for kind in runs[0]})
     results = []
     for kind in tables[0]:
         for index, number in enumerate(shots):
@@ -169,101 +159,54 @@ def fewshot(
 
 
 def _checked_labels(folder: Folder, shots: int) -> Tensor:
-    """The classes of the training images."""
+    """Classes of the training images."""
     for images in (folder.train, folder.test):
-        _check_no_class_is_empty(images)
+        # timm takes a folder without images for a class only if a class map names it
+        filled = {label for _, label in images.reader.samples}
+        empty = [name for name, label in images.reader.class_to_idx.items() if label not in filled]
+        for path, folders, files in os.walk(images.reader.root, followlinks=True):
+            name = os.path.basename(path)
+            has_images = any(is_img_extension(os.path.splitext(file)[1].lower()) for file in files)
+            if not folders and not has_images and not name.startswith("."):
+                empty.append(name)
+        if empty:
+            raise ValueError(f"Class {min(empty)} has no images in {images.reader.root}.")
     names = class_names(folder.train)
     if class_names(folder.test) != names:
         raise ValueError(f"{folder.name} has other classes among its test images than among those to learn from.")
     labels = torch.tensor([label for _, label in folder.train.reader.samples])
-    fewest, name = min(zip(labels.bincount(minlength=len(names)).tolist(), names, strict=True))
+    fewest, name = min(zip(labels.bincount().tolist(), names, strict=True))
     if fewest < shots:
         raise ValueError(f"{shots} shots are asked for, but class {name} of {folder.name} has {fewest} images.")
     return labels
 
 
-def _check_no_class_is_empty(images: ImageDataset) -> None:
-    """Raise if a folder has no images: timm takes it for a class only if a class map names it."""
-    filled = {label for _, label in images.reader.samples}
-    empty = [name for name, label in images.reader.class_to_idx.items() if label not in filled]
-    for path, folders, files in os.walk(images.reader.root, followlinks=True):
-        name = os.path.basename(path)
-        has_images = any(is_img_extension(os.path.splitext(file)[1].lower()) for file in files)
-        if not folders and not has_images and not name.startswith("."):
-            empty.append(name)
-    if empty:
-        raise ValueError(f"Class {min(empty)} has no images in {images.reader.root}.")
-
-
-def _accuracies(
-    models: Sequence[nn.Module],
-    names: Sequence[str],
-    folder: Folder,
-    label_N: Tensor,
-    shots: Sequence[int],
-    draws: int,
-    generator: torch.Generator,
-    inference: Inference,
-) -> dict[str, Tensor]:
-    """(draws, shots, L) of a folder, by kind."""
-    num_classes = len(class_names(folder.train))
-    drawn = [_draw(label_N, num_classes, max(shots), generator) for _ in range(draws)]
-    used, place = torch.stack(drawn).unique(return_inverse=True)  # features are computed once
-    _logger.info(
-        "%s: features of %s training and %s test images ...", folder.name, f"{len(used):,}", f"{len(folder.test):,}"
-    )
-    train, label = _features(models, names, folder.train, inference, used.tolist())
-    test, expected = _features(models, names, folder.test, inference)
-    runs: list[dict[str, Tensor]] = []
-    for draw in range(draws):
-        _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
-        for number in shots:
-            chosen = place[draw, :, :number].flatten()
-            runs.append(_regressions([x_ND[chosen] for x_ND in train], label[chosen], test, expected, num_classes))
-    return {kind: torch.stack([run[kind] for run in runs]).unflatten(0, (draws, len(shots))) for kind in runs[0]}
-
-
-def _regressions(
-    train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor, num_classes: int
-) -> dict[str, Tensor]:
+def _accuracies(train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor) -> dict[str, Tensor]:
     """(L,) accuracies by kind, from the features (N, D) of each member."""
-
-    def accuracy(scores_NC: Tensor) -> Tensor:
-        return (scores_NC.argmax(1) == expected).double().mean()
-
+    num_classes = int(label.max()) + 1
     joint, test_ND = Ridge(torch.cat([*train], 1), label, num_classes), torch.cat([*test], 1)
-    accuracies = {JOINT: [accuracy(joint.scores(test_ND, penalty)) for penalty in PENALTIES]}
-    if len(train) > 1:
-        ridges = [Ridge(x_ND, label, num_classes) for x_ND in train]
-        accuracies |= {DISJOINT: [], WEIGHTED: []}
-        for penalty in PENALTIES:
+    ridges = [Ridge(x_ND, label, num_classes) for x_ND in train] if len(train) > 1 else []
+    rows = []
+    for penalty in PENALTIES:
+        scores = {"joint": joint.scores(test_ND, penalty)}
+        if ridges:
             scores_MNC = torch.stack([ridge.scores(x_ND, penalty) for ridge, x_ND in zip(ridges, test, strict=True)])
             error_M = scores_MNC.new_tensor([ridge.left_out_error(penalty) for ridge in ridges])
-            accuracies[DISJOINT].append(accuracy(scores_MNC.sum(0)))
-            accuracies[WEIGHTED].append(accuracy((scores_MNC / error_M[:, None, None]).sum(0)))
-    return {kind: torch.stack(values) for kind, values in accuracies.items()}
-
-
-def _draw(label_N: Tensor, num_classes: int, shots: int, generator: torch.Generator) -> Tensor:
-    """(C, shots) numbers of images of each class."""
-    of_class = [(label_N == number).nonzero().flatten() for number in range(num_classes)]
-    return torch.stack([images[torch.randperm(len(images), generator=generator)[:shots]] for images in of_class])
+            scores |= {"disjoint": scores_MNC.sum(0), "weighted": (scores_MNC / error_M[:, None, None]).sum(0)}
+        rows.append({kind: (each.argmax(1) == expected).double().mean() for kind, each in scores.items()})
+    return {kind: torch.stack([row[kind] for row in rows]) for kind in rows[0]}
 
 
 @torch.inference_mode()
 def _features(
-    models: Sequence[nn.Module],
-    names: Sequence[str],
-    images: ImageDataset,
-    inference: Inference,
-    indices: Sequence[int] | None = None,
+    named: Sequence[tuple[nn.Module, str]], images: ImageDataset, inference: Inference, indices: Any = None
 ) -> tuple[list[Tensor], Tensor]:
-    """(N, D) features from each member of each model, and the labels, for all images or those with some numbers."""
+    """(N, D) features from each member of each model, and the labels, of all images or some."""
     parts: list[list[Tensor]] = []
     labels = []
-    for inputs, label in batches(models, images, inference, indices):
+    for inputs, label in batches([model for model, _ in named], images, inference, indices):
         with inference.autocast():
-            members = [_member_features(model, name, x) for model, name, x in zip(models, names, inputs, strict=True)]
+            members = [_member_features(*each, x) for each, x in zip(named, inputs, strict=True)]
         parts.append([feature for features in members for feature in features.cpu().double().unbind(1)])
         labels.append(label.cpu())
     return [torch.cat(part) for part in zip(*parts, strict=True)], torch.cat(labels)
@@ -284,19 +227,16 @@ def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
 
 def _best_penalty(accuracy_RL: Tensor) -> int:
     """Index of the penalty with the best mean rank over the runs; of equal ones the first."""
-    better = (accuracy_RL.unsqueeze(2) > accuracy_RL.unsqueeze(1)).sum(2)
-    equal = (accuracy_RL.unsqueeze(2) == accuracy_RL.unsqueeze(1)).sum(2)
-    return int((better + equal / 2).mean(0).argmax())
+    above_RLL = accuracy_RL.unsqueeze(2) - accuracy_RL.unsqueeze(1)
+    return int(above_RLL.sign().sum(2).mean(0).argmax())
 
 
 def table(results: Sequence[Result]) -> str:
-    """The text of the results, a line for each."""
+    """Write a line for each result."""
     width = max(len(result.folder) for result in results)
     lines = []
     for result in results:
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
-        lines.append(
-            f"  {result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}  {result.accuracy:.2%}{error}"
-            f"  (penalty {result.penalty:g})"
-        )
+        kind = f"{result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}"
+        lines.append(f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})")
     return "\n".join(lines)

@@ -1,20 +1,20 @@
 """Metrics of accuracy, calibration and diversity (pBE, arXiv 2110.03360, section 4 and appendix B).
 
-Each one is a torchmetrics ``Metric``: ``update`` takes a batch, ``compute`` gives the value over all batches. Outputs
-are logits or probabilities of shape (B, C), or (B, M, C) with M members of an ensemble, which predicts the mean of
-their probabilities.
+Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) and of logits or probabilities (B, C), or
+(B, M, C) of the M members of an ensemble, which predicts the mean of their probabilities.
 """
 
-from itertools import combinations
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..layers.ensemble import ensemble_log_probabilities
 
 try:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection  # noqa: F401  (evaluation takes it from here, with the message)
     from torchmetrics.classification import BinaryAUROC, BinaryROC, MulticlassCalibrationError
     from torchmetrics.utilities import dim_zero_cat
 except ModuleNotFoundError as error:
@@ -22,13 +22,7 @@ except ModuleNotFoundError as error:
 
 
 def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
-    """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C).
-
-    Raises:
-        ValueError: on another number of dimensions, or on probabilities that are negative or do not sum to 1.
-    """
-    if outputs.ndim not in (2, 3):
-        raise ValueError(f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}.")
+    """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C)."""
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     outputs = outputs.unsqueeze(1) if outputs.ndim == 2 else outputs
     if from_logits:
@@ -39,8 +33,6 @@ def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
 
 
 class _MeanOverImages(Metric):
-    """Mean over all images of :meth:`per_image`."""
-
     full_state_update = False
     total: Tensor
     images: Tensor
@@ -55,15 +47,15 @@ class _MeanOverImages(Metric):
         raise NotImplementedError
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take in a batch of outputs and their labels (B,)."""
+        """Add a batch; raise ValueError on other shapes, or on probabilities that do not sum to 1."""
         log_p_BMC = log_probabilities(outputs, self.from_logits)
         if labels.shape != log_p_BMC.shape[:1]:
             raise ValueError(f"{tuple(outputs.shape)} outputs go with {outputs.shape[0]} labels, got {labels.numel()}.")
         self.total += self.per_image(log_p_BMC, labels).double().sum()
-        self.images += labels.shape[0]
+        self.images += len(labels)
 
     def compute(self) -> Tensor:
-        """The mean; NaN before the first image."""
+        """Give the mean; NaN before the first image."""
         return self.total / self.images
 
 
@@ -86,42 +78,39 @@ class BrierScore(_MeanOverImages):
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         p_BC = ensemble_log_probabilities(log_p_BMC).exp()
-        one_hot = torch.nn.functional.one_hot(labels, p_BC.shape[1])
-        return (p_BC - one_hot).square().sum(1)
+        return (p_BC - F.one_hot(labels, p_BC.shape[1])).square().sum(1)
 
 
-class _MeanOverPairs(_MeanOverImages):
-    """Mean over the pairs of members i < j of :meth:`per_pair`."""
+def _pairs(log_p_BMC: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair the members i < j: (B, pairs, C) of i and of j."""
+    if log_p_BMC.shape[1] < 2:
+        raise ValueError("Members of an ensemble are compared: outputs must be (B, M, C).")
+    first, second = torch.triu_indices(log_p_BMC.shape[1], log_p_BMC.shape[1], 1)
+    return log_p_BMC[:, first], log_p_BMC[:, second]
 
-    def per_pair(self, log_p_BC: Tensor, log_q_BC: Tensor) -> Tensor:
-        raise NotImplementedError
+
+class PairwiseKL(_MeanOverImages):
+    """Kullback-Leibler divergence of one member's probabilities from another's, the mean over the pairs."""
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
-        pairs = list(combinations(log_p_BMC.unbind(1), 2))
-        if not pairs:
-            raise ValueError(f"{type(self).__name__} compares the members of an ensemble: outputs must be (B, M, C).")
-        return torch.stack([self.per_pair(*pair).double() for pair in pairs]).mean(0)
+        log_p, log_q = _pairs(log_p_BMC)
+        return (log_p.exp() * (log_p - log_q)).sum(2).mean(1)
 
 
-class PairwiseKL(_MeanOverPairs):
-    """Kullback-Leibler divergence of one member's probabilities from another's."""
+class CosineSimilarity(_MeanOverImages):
+    """Cosine of the angle between two members' probabilities, the mean over the pairs."""
 
-    def per_pair(self, log_p_BC: Tensor, log_q_BC: Tensor) -> Tensor:
-        return (log_p_BC.exp() * (log_p_BC - log_q_BC)).sum(1)
-
-
-class CosineSimilarity(_MeanOverPairs):
-    """Cosine of the angle between two members' probabilities."""
-
-    def per_pair(self, log_p_BC: Tensor, log_q_BC: Tensor) -> Tensor:
-        return torch.nn.functional.cosine_similarity(log_p_BC.exp(), log_q_BC.exp(), dim=1)
+    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        log_p, log_q = _pairs(log_p_BMC)
+        return F.cosine_similarity(log_p.exp(), log_q.exp(), dim=2).mean(1)
 
 
-class Disagreement(_MeanOverPairs):
-    """Share of images for which two members predict different classes."""
+class Disagreement(_MeanOverImages):
+    """Share of images for which two members predict different classes, the mean over the pairs."""
 
-    def per_pair(self, log_p_BC: Tensor, log_q_BC: Tensor) -> Tensor:
-        return log_p_BC.argmax(1) != log_q_BC.argmax(1)
+    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        log_p, log_q = _pairs(log_p_BMC)
+        return (log_p.argmax(2) != log_q.argmax(2)).double().mean(1)
 
 
 class NormalizedDisagreement(Disagreement):
@@ -138,20 +127,17 @@ class NormalizedDisagreement(Disagreement):
         return super().per_image(log_p_BMC, labels)
 
     def compute(self) -> Tensor:
-        """The quotient."""
         return torch.where(self.total == 0, self.total, self.total / self.errors)
 
 
-def _at_most_1(probability: Tensor) -> Tensor:
-    """Undo rounding above 1, for which torchmetrics takes the whole batch for logits."""
-    return probability.clamp(max=1)
+#: Undoes rounding above 1, for which torchmetrics takes the whole batch for logits.
+_at_most_1 = partial(torch.clamp, max=1)
 
 
 class CalibrationError(MulticlassCalibrationError):
     """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
 
-    A bin holds its lower bound and not its upper one, except the last, which holds confidences of exactly 1.
-    torchmetrics has one more bin for these.
+    A bin holds its lower bound, and the last one also 1, for which torchmetrics has another bin.
     """
 
     confidences: list[Tensor]
@@ -162,12 +148,10 @@ class CalibrationError(MulticlassCalibrationError):
         self.from_logits = from_logits
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take in a batch of outputs and their labels (B,)."""
         p_BC = ensemble_log_probabilities(log_probabilities(outputs, self.from_logits)).exp()
         super().update(_at_most_1(p_BC), labels)
 
     def compute(self) -> Tensor:
-        """The mean over all images of the distance in their bin."""
         confidence = dim_zero_cat(self.confidences)
         inner_bounds = torch.linspace(0, 1, self.n_bins + 1, device=confidence.device, dtype=confidence.dtype)[1:-1]
         index = torch.bucketize(confidence, inner_bounds, right=True)
@@ -180,7 +164,7 @@ class AUROC(BinaryAUROC):
     """Area under the ROC curve for images of the training distribution and others, by their confidence."""
 
     def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        """Take in the largest probabilities (B,) of a batch, and 1 for each image of the training distribution."""
+        """Add the largest probabilities (B,) of a batch, and 1 for each image of the training distribution."""
         super().update(_at_most_1(confidence), is_in)
 
 
@@ -188,10 +172,8 @@ class FPRAt95(BinaryROC):
     """False positive rate at the confidence that 95 % of the images of the training distribution reach."""
 
     def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        """Take in a batch, as :meth:`AUROC.update`."""
         super().update(_at_most_1(confidence), is_in)
 
     def compute(self) -> Tensor:  # type: ignore[override]
-        """The rate at the highest such threshold."""
         false_positive_rate, true_positive_rate, _ = super().compute()
         return false_positive_rate[(true_positive_rate >= 0.95).nonzero()[0, 0]]

@@ -1,4 +1,4 @@
-"""The output of ``timm-moe routes``: a table to read, a JSON and a CSV file, a plot."""
+"""Output of ``timm-moe routes``: a table to read, a JSON and a CSV file, a plot."""
 
 import csv
 import logging
@@ -22,7 +22,7 @@ PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The text of a summary by :func:`timm_moe.analysis.routing_statistics.summarize_all`."""
+    """Write the summary by :func:`timm_moe.analysis.routing_statistics.summarize_all` as text."""
     layers = summary["layers"]
     width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
     lines = [
@@ -38,14 +38,12 @@ def table(summary: Mapping[str, Any]) -> str:
         ]
     kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
     images = f"images {summary['images']:,}" + (f", patches {summary['patches']:,}" if "patches" in summary else "")
-    return "\n".join(
-        [
-            *lines,
-            f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
-            f"routing degree {summary['routing_degree']:,}",
-            f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}",
-        ]
-    )
+    lines += [
+        f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
+        f"routing degree {summary['routing_degree']:,}",
+        f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}",
+    ]
+    return "\n".join(lines)
 
 
 def check_output(output_dir: str | Path, overwrite: bool = False) -> None:
@@ -60,8 +58,8 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
 
     Args:
         all_routes: from :func:`timm_moe.analysis.routing_statistics.collect_routes`.
-        contents: of the JSON file.
-        output_dir: folder, made with its parents if need be. An old plot does not stay beside new numbers.
+        contents: content of the JSON file.
+        output_dir: folder to make or fill. An old plot does not stay beside new numbers.
     """
     with staged(output_dir) as temporary:
         folder = temporary / "routes"
@@ -96,13 +94,12 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
     height = min(max(0.11 * len(order), 2.5), PANEL_HEIGHT)
     rows = math.ceil(len(heatmaps) * width / PLOT_WIDTH)
     columns = math.ceil(len(heatmaps) / rows)
-    size = (width * columns + 2.5, (height + 0.8) * rows)
+    size = width * columns + 2.5, (height + 0.8) * rows
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for panel, routes, share_CE in zip(panels, all_routes, heatmaps, strict=False):
-        image = panel.imshow(
-            share_CE[order].numpy(), vmin=0, vmax=highest, cmap="cividis_r", aspect="auto", interpolation="nearest"
-        )
+        look = dict(cmap="cividis_r", aspect="auto", interpolation="nearest")
+        image = panel.imshow(share_CE[order].numpy(), vmin=0, vmax=highest, **look)
         panel.set_title(routes.layer, fontsize=8)
         panel.set_xlabel("expert", fontsize=8)
         panel.tick_params(labelsize=7, left=False)
@@ -115,14 +112,8 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
         if height / len(order) >= 0.1:  # room for the names
             panel.set_yticks(range(len(order)), [deepest.classes[index] for index in order], fontsize=6)
     length = min(4.0, 0.8 * size[1])
-    bar = figure.colorbar(
-        image,
-        ax=panels.tolist(),
-        fraction=0.2 / size[0],
-        pad=0.2 / size[0],
-        shrink=length / size[1],
-        aspect=length / 0.15,
-    )
+    share, shrink = 0.2 / size[0], length / size[1]
+    bar = figure.colorbar(image, ax=panels.tolist(), fraction=share, pad=share, shrink=shrink, aspect=length / 0.15)
     bar.set_label("share of the class", fontsize=8)
     figure.suptitle("Which expert sees which class? Darker is more.", fontsize=9, fontweight="bold")
     bar.ax.tick_params(labelsize=7)

@@ -28,17 +28,14 @@ def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]
         FileNotFoundError: if a folder is not there or has no image.
         ValueError: if an image has no mask, a mask no image, or two files of a folder the same name.
     """
-    image_files, mask_files = _files(Path(images)), _files(Path(masks))
-    for found, others, kind, other in (
-        (image_files, mask_files, "image", "mask"),
-        (mask_files, image_files, "mask", "image"),
-    ):
-        lonely = sorted(found.keys() - others.keys())
-        if lonely:
+    files = {"image": _files(Path(images)), "mask": _files(Path(masks))}
+    for kind, other in (("image", "mask"), ("mask", "image")):
+        found = files[kind]
+        if lonely := sorted(found.keys() - files[other].keys()):
             raise ValueError(
                 f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as {found[lonely[0]]}."
             )
-    return [(image_files[name], mask_files[name]) for name in sorted(image_files)]
+    return [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])]
 
 
 def _files(folder: Path) -> dict[Path, Path]:
@@ -49,10 +46,8 @@ def _files(folder: Path) -> dict[Path, Path]:
         if file.suffix.lower() not in _SUFFIXES:
             continue
         name = file.relative_to(folder).with_suffix("")
-        if name in files:
-            raise ValueError(
-                f"{files[name]} and {file} differ by their ending alone, so no mask is theirs for certain."
-            )
+        if other := files.get(name):
+            raise ValueError(f"{other} and {file} differ by their ending alone, so no mask is theirs for certain.")
         files[name] = file
     if not files:
         raise FileNotFoundError(f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}.")
@@ -65,16 +60,10 @@ class MaskedImages(Dataset):
     The whole image is resized, not cropped; a label comes from the nearest pixel.
 
     Args:
-        images: folder of images.
-        masks: folder of their masks, with the same names; the value of a pixel is the number of its class.
-        config: of the model's input, from :func:`timm_moe.model_config.preprocessing`.
+        images, masks: folders, as of :func:`pair_files`; the value of a mask's pixel is the number of its class.
+        config: from :func:`timm_moe.model_config.preprocessing`.
         classes: names of the classes; by default every number is a class and its name.
         ignore_index: value of pixels without a class.
-
-    Raises:
-        FileNotFoundError: as :func:`pair_files`.
-        ValueError: as ``pair_files``; when a pair is read, if a file is damaged, the sizes of the two differ, a mask
-            has several channels, or a label has no class.
     """
 
     def __init__(
@@ -87,28 +76,32 @@ class MaskedImages(Dataset):
     ):
         self.root = Path(images)
         self.pairs = pair_files(images, masks)
-        self.classes = classes
-        self.ignore_index = ignore_index
+        self.classes, self.ignore_index = classes, ignore_index
         self.mode = "RGB" if config["input_size"][0] == 3 else "L"
         self.size = tuple(config["input_size"][1:])
-        self.transform: Any = create_transform(
-            config["input_size"],
-            interpolation=config["interpolation"],
-            mean=config["mean"],
-            std=config["std"],
-            crop_pct=1.0,
-            crop_mode="squash",
-        )
+        self.transform: Any = create_transform(**{**config, "crop_pct": 1.0, "crop_mode": "squash"})
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image_file, mask_file = self.pairs[index]
-        image = read_image(image_file, self.mode)
-        labels = self._labels(mask_file)
+        image, pixels = read_image(image_file, self.mode), np.array(read_image(mask_file))
+        if pixels.ndim != 2:
+            raise UnreadableImage(
+                f"The mask {mask_file} has {pixels.shape[2]} channels; it must have one, which holds the numbers of "
+                "classes."
+            )
+        labels = torch.from_numpy(pixels.astype(np.int64))
+        if self.classes is not None:
+            wrong = labels[(labels != self.ignore_index) & ((labels < 0) | (labels >= len(self.classes)))]
+            if len(wrong):
+                raise UnreadableImage(
+                    f"The mask {mask_file} has the label {wrong[0]}, but there are {len(self.classes)} classes, 0 to "
+                    f"{len(self.classes) - 1}, and {self.ignore_index} for pixels without a class."
+                )
         if labels.shape != (image.height, image.width):
-            sizes = " and ".join(f"{width} x {height}" for height, width in (image.size[::-1], labels.shape))
+            sizes = f"{image.width} x {image.height} and {labels.shape[1]} x {labels.shape[0]}"
             raise UnreadableImage(f"The image {image_file} and its mask differ in size: {sizes} pixels.")
         resized = F.interpolate(labels[None, None].float(), self.size, mode="nearest-exact")  # exact below 2^24
         return self.transform(image), resized[0, 0].long()
@@ -120,35 +113,20 @@ class MaskedImages(Dataset):
         """Load all pairs in order: images (B, C, H, W) on the device, labels (B, H, W).
 
         Raises:
-            ValueError: if a pair cannot be used.
+            ValueError: if a file is damaged, the sizes of a pair differ, a mask has several channels, or a label has no
+                class.
         """
         _logger.info("%s: whole images and masks, resized to %s pixels.", self.root, " x ".join(map(str, self.size)))
         loader = DataLoader(self, inference.batch_size, num_workers=inference.workers)
         for images, labels in reading(loader, self.root, len(self), inference):
             yield images.to(inference.torch_device()), labels
 
-    def _labels(self, file: Path) -> Tensor:
-        pixels = np.array(read_image(file))
-        if pixels.ndim != 2:
-            raise UnreadableImage(
-                f"The mask {file} has {pixels.shape[2]} channels; it must have one, which holds the numbers of classes."
-            )
-        labels = torch.from_numpy(pixels.astype(np.int64))
-        if self.classes is not None:
-            wrong = labels[(labels != self.ignore_index) & ((labels < 0) | (labels >= len(self.classes)))]
-            if len(wrong):
-                raise UnreadableImage(
-                    f"The mask {file} has the label {wrong[0]}, but there are {len(self.classes)} classes, 0 to "
-                    f"{len(self.classes) - 1}, and {self.ignore_index} for pixels without a class."
-                )
-        return labels
-
 
 def read_class_names(file: str | Path) -> list[str]:
     """Read the names of classes from a text file, a line for each, in the order of their numbers.
 
     Raises:
-        ValueError: if the file is no text, or has no name or the same name twice.
+        ValueError: if the file is no text, has no name, or a name twice.
     """
     try:
         names = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
@@ -162,18 +140,13 @@ def read_class_names(file: str | Path) -> list[str]:
 
 
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(B, P) most frequent label of each patch, row by row; the smallest of equally frequent labels.
-
-    Args:
-        labels_BHW: labels of pixels.
-        grid: patches of a column and of a row, whose product is P.
+    """Most frequent label of each patch in a grid of rows and columns, (B, P); the smallest of equally frequent ones.
 
     Raises:
         ValueError: if the patches do not divide the image.
     """
-    batch, height, width = labels_BHW.shape
-    rows, columns = grid
+    (_, height, width), (rows, columns) = labels_BHW.shape, grid
     if height % rows or width % columns:
         raise ValueError(f"{rows} x {columns} patches do not divide images of {height} x {width} pixels.")
     patches = labels_BHW.unflatten(2, (columns, -1)).unflatten(1, (rows, -1)).transpose(2, 3)
-    return patches.flatten(3).mode(3).values.reshape(batch, rows * columns)
+    return patches.flatten(3).mode(3).values.flatten(1)
