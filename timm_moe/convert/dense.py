@@ -58,8 +58,9 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
         for handle, hook in list(module._forward_pre_hooks.items()):
             if hook is begin_forward:  # dense models have no routers to tell of a forward
                 del module._forward_pre_hooks[handle]
-        if hasattr(module, "restore_stock_class"):
-            module.restore_stock_class()
+        restore = getattr(module, "restore_stock_class", None)
+        if restore is not None:
+            restore()
     return model
 
 
