@@ -85,7 +85,7 @@ def test_export_of_routed_experts_says_that_it_is_another_model(tmp_path, capsys
     arguments = ["export", str(tmp_path / "moe.safetensors"), str(tmp_path / "vit"), "--model", "vit_tiny_moe"]
     assert main([*arguments, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]) == 0
     out = capsys.readouterr().out
-    assert "equal those of the network made of the experts." in out
+    assert "equal the outputs of the dense network made of the experts." in out
     assert "It is not the model that was trained: validate it, or train it further, before you use it." in out
 
 

@@ -76,7 +76,7 @@ def _export(args: argparse.Namespace) -> None:
         print(f"Exported {result.architecture} with {result.parameters:,} parameters to {path}.")
         difference = result.largest_difference
         compared = f"differ by at most {difference:.3g} from" if difference else "equal"
-        source = "the source model's" if result.exact else "those of the network made of the experts"
+        source = "the source model's" if result.exact else "the outputs of the dense network made of the experts"
         loader = "timm with this package" if is_registered_here(result.architecture) else "stock timm"
         print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
         if not result.exact:

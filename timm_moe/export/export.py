@@ -90,7 +90,7 @@ def export_dense(
     module, torchvision's for instance, is written as a state dict, for
     ``model.load_state_dict(safetensors.torch.load_file("DIR/model.safetensors"))``; config.json names its class.
 
-    A model without expert layers is written unchanged. If timm has none such, as for WideNet or shifted patches, it
+    A model without expert layers is written unchanged. If timm lacks its class, as for WideNet or shifted patches, it
     becomes a dense model of this package. The written files are loaded again, by stock timm or the reader named above,
     and compared with the source before the folder appears under its name. A failure leaves no file behind.
 

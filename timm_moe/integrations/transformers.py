@@ -139,7 +139,7 @@ def _add_router_losses(
 
 
 def _is_scaled(trainer: Trainer, num_items_in_batch: Tensor | int | None) -> bool:
-    """Whether the loss is a part of that of all accumulated batches, which Trainer does not divide by their number."""
+    """True if the loss is already divided by the number of accumulated batches, so that Trainer does not divide it."""
     stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in earlier versions
     if stated is not None:
         return stated

@@ -28,8 +28,8 @@ timm.create_model("eva02_tiny_patch14_336_ewa_moe.mim_in22k_ft_in1k", pretrained
 timm.list_models("*_ewa_moe", module="swin_transformer")  # or: timm-moe list '*swin*'
 ```
 
-Options are those of `convert_to_moe` and of the stock model. `moe_layers` counts feed-forward networks in the order in
-which they stand in the model, all stages together; a few blocks have several: MaxViT's `attn_block` and `attn_grid`,
+Options come from `convert_to_moe` and from the stock model. `moe_layers` counts feed-forward networks in their order
+in the model, all stages together; a few blocks have several: MaxViT's `attn_block` and `attn_grid`,
 DaViT's spatial and channel blocks, TNT's inner and outer ones. `every-2`, the default, takes the second of each such
 pair. What a CaiT, XCiT or VOLO sends through the last blocks is the class token alone, so there an expert gets a part
 of the batch. CoaT's parallel blocks share one network among their scales, and so one set of experts.
@@ -43,11 +43,11 @@ prints; it builds every model without its weights.
 `python tests/every_model.py docs/generated/models_checked.md` checks each name: that random dense weights, loaded as
 pretrained ones, give the stock model's outputs in eval and in training mode, and that `export_dense` gives these
 weights back bit for bit. The 565 of timm 1.0.31 all pass; [models_checked.md](models_checked.md) has them one by one,
-and which were made smaller for it (those of many parameters have fewer blocks, most have smaller images).
+and which were made smaller for it (large ones have fewer blocks, most have smaller images).
 
 ## Left out
 
-Networks of convolutions on maps (B, C, H, W) have no rows of tokens that could be divided among experts: those of
+Networks of convolutions on maps (B, C, H, W) have no rows of tokens that could be divided among experts: in
 CoAtNet, ConvFormer, PoolFormer, MobileViTv2, EfficientViT, EfficientFormerV2, FastViT, FocalNet, iFormer, Next-ViT,
 SHViT, SwiftFormer, Visformer, some ConvNeXts, and the convolutional halves of CAFormer, EfficientFormer and MaxxViT,
 whose other halves are here (EfficientFormer-L1's is a single network). Others are not networks of single tokens:

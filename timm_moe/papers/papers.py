@@ -291,8 +291,8 @@ What the papers print about the size and cost of the models, and what the models
 
 ## The models as registered
 
-*Parameters* are those in training, *activated* those that one token passes through, the routers included, *exported*
-those of the dense model that comes out of training where the experts are not routed. *GFLOPs* are the operations of
+*Parameters* counts the model in training, *activated* the part that one token passes through, with the routers, and
+*exported* the dense model after training, if the experts are not routed. *GFLOPs* are the operations of
 evaluating one image: linear layers, convolutions and attention's two products, a multiply-add counted as two (timm's
 GMACs are half of it).
 """

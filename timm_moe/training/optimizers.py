@@ -1,4 +1,4 @@
-"""Which expert layers an optimizer trains, and how its steps can be followed."""
+"""Optimizers: the expert layers that one trains, and hooks on its steps."""
 
 from collections.abc import Iterable
 from operator import attrgetter
@@ -73,7 +73,7 @@ def _install_hooks(optimizer: Optimizer) -> None:
 
 
 def is_first_time(optimizer: Optimizer, warning: str) -> bool:
-    """Whether a warning was not given for this optimizer yet; it is noted on the optimizer, not in its state."""
+    """Return True the first time a warning is due for an optimizer; noted on the optimizer, not in its state."""
     given = vars(optimizer).setdefault("_timm_moe_warnings", set())
     is_first = warning not in given
     given.add(warning)
@@ -81,7 +81,7 @@ def is_first_time(optimizer: Optimizer, warning: str) -> bool:
 
 
 def is_primary() -> bool:
-    """Whether this process is the one that logs."""
+    """Return True in the process that logs."""
     return (
         not torch.distributed.is_available()
         or not torch.distributed.is_initialized()

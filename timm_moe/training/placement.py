@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def expert_placement(model: nn.Module) -> "Callable[[nn.Parameter], Shard | None]":
-    """Where FSDP2 cuts the experts of a model: each process holds a part of every expert, so averaging stays local.
+    """Let FSDP2 give each process a part of every expert, so that averaging stays local.
 
     Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is the expert. The
     largest of the other dimensions is taken; torch demands that the number of processes divides it.
@@ -39,7 +39,7 @@ def expert_placement(model: nn.Module) -> "Callable[[nn.Parameter], Shard | None
 
 
 def local_part(stacked: Tensor) -> Tensor:
-    """What this process holds of a stacked parameter, (E, ...), sharing its memory: all of it, if it is not sharded.
+    """Return the part of a stacked parameter, (E, ...), that this process holds; it shares the memory.
 
     Raises:
         ValueError: if the experts are spread over the processes.

@@ -115,7 +115,7 @@ def _add_to_totals(layer: Any, records: list[RouterRecord]) -> None:
 
 
 def has_waiting_losses(model: nn.Module) -> bool:
-    """Whether records wait for :func:`auxiliary_loss`."""
+    """Return True if records wait for :func:`auxiliary_loss`."""
     return any(layer.router.waiting() for layer in routed_layers(model))
 
 
