@@ -34,11 +34,9 @@ def ffn_paths(model: nn.Module) -> list[str]:
 def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module]:
     """Find feed-forward networks by name, in order, expert layers included.
 
-    Args:
-        model: any module.
-        modules: the networks to find; by default the known ones of timm, torchvision, Hugging Face transformers and
-            ``nn.TransformerEncoderLayer``. A name may also be the name of a block whose network is in several modules:
-            an ``nn.TransformerEncoderLayer``, or a block of transformers with ``intermediate`` and ``output``.
+    Without ``modules`` these are the known ones of timm, torchvision, Hugging Face transformers and torch's
+    ``nn.TransformerEncoderLayer``. With it, a name may also be the name of a block whose network is in several modules:
+    an ``nn.TransformerEncoderLayer``, or a block of transformers with ``intermediate`` and ``output``.
 
     Raises:
         ValueError: if no module has a requested name, or one cannot become experts.
@@ -86,9 +84,8 @@ def _first_part(module: nn.Module) -> str:
     """Return the name of a network's first part if a block calls several in a known way, else an empty name."""
     if isinstance(module, nn.TransformerEncoderLayer):
         return "linear1" if type(module)._ff_block is nn.TransformerEncoderLayer._ff_block else ""
-    return (
-        "intermediate" if _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys() else ""
-    )
+    split = _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys()
+    return "intermediate" if split else ""
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
