@@ -56,7 +56,7 @@ def share_rate_and_schedule(layer: MoeMlp) -> tuple[float, str]:
     return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)
 
 
-#: Wrappers that hold a model as their ``module``.
+#: Wrappers that hold a model as their ``module``, by class and by the name of a class that would take long to import.
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, AveragedModel, ModelEmaV2, ModelEmaV3)
 _WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
 

@@ -34,11 +34,9 @@ def ffn_paths(model: nn.Module) -> list[str]:
 def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module]:
     """Find feed-forward networks by name, in order, expert layers included.
 
-    Args:
-        model: any module.
-        modules: the networks to find; by default the known ones of timm, torchvision, Hugging Face transformers and
-            ``nn.TransformerEncoderLayer``. A name may also be the name of a block whose network is in several modules:
-            an ``nn.TransformerEncoderLayer``, or a block of transformers with ``intermediate`` and ``output``.
+    Without ``modules`` these are the known ones of timm, torchvision, Hugging Face transformers and torch's
+    ``nn.TransformerEncoderLayer``. With it, a name may also be the name of a block whose network is in several modules:
+    an ``nn.TransformerEncoderLayer``, or a block of transformers with ``intermediate`` and ``output``.
 
     Raises:
         ValueError: if no module has a requested name, or one cannot become experts.
@@ -72,9 +70,9 @@ def _acts_on_each_token(module: nn.Module) -> bool:
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
     if type(module) is nn.TransformerEncoderLayer:
-        return _is_block(module)
+        return True
     if _is_of_transformers(module):
-        return bool((_BLOCK_NAME if _is_block(module) else _OTHER_NAME).fullmatch(name))
+        return bool((_BLOCK_NAME if _first_part(module) else _OTHER_NAME).fullmatch(name))
     return isinstance(module, MLP) and bool(_OTHER_NAME.fullmatch(name))
 
 
@@ -82,22 +80,20 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
-def _is_block(module: nn.Module) -> bool:
-    """Tell whether a block has, or had, its feed-forward network in several modules that it calls in a known way."""
+def _first_part(module: nn.Module) -> str:
+    """Return the name of a network's first part if a block calls several in a known way, else an empty name."""
     if isinstance(module, nn.TransformerEncoderLayer):
-        return type(module)._ff_block is nn.TransformerEncoderLayer._ff_block
-    return _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys()
+        return "linear1" if type(module)._ff_block is nn.TransformerEncoderLayer._ff_block else ""
+    split = _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys()
+    return "intermediate" if split else ""
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """Return a network and its place, for a block the place of its first part."""
-    if not _is_block(module):
-        return name, module
-    first = "linear1" if isinstance(module, nn.TransformerEncoderLayer) else "intermediate"
-    path = f"{name}.{first}" if name else first
-    inside = getattr(module, first)
-    if isinstance(inside, MoeMlp):
-        return path, inside
+    first = _first_part(module)
+    path = ".".join(filter(None, (name, first)))
+    if not first or isinstance(getattr(module, first), MoeMlp):
+        return path, getattr(module, first) if first else module
     if isinstance(module, nn.TransformerEncoderLayer):
         return path, EncoderLayerFfn(module)
     takes_residual = "input_tensor" in inspect.signature(module.get_submodule("output").forward).parameters
@@ -109,7 +105,7 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
     places = dict(_place_and_network(name, module) for name, module in matching.items())
     for name in matching:
         block = model.get_submodule(name.rpartition(".")[0])
-        if _is_block(block) and not isinstance(model.get_submodule(name), MoeMlp):
+        if _first_part(block) and not isinstance(model.get_submodule(name), MoeMlp):
             raise ValueError(f"modules names {name}, a part of the network of its block: name the block instead.")
     for path, network in places.items():
         outer = next((other for other in places if path.startswith(f"{other}.")), None)

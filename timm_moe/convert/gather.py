@@ -63,13 +63,11 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
 def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
     """Sum of the experts' weights, each at the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
 
-    Args:
-        stacked: tensors (E, ...) of the networks.
-        ratio: share of the sum of a weight's singular values; the largest ones are kept until they reach it. With 1
-            this is :func:`add`.
+    The largest singular values are kept until they reach ``ratio``, above 0 and at most 1, of the sum of all. With 1
+    this is :func:`add`.
 
     Raises:
-        ValueError: unless 0 < ratio <= 1.
+        ValueError: if the ratio is out of range.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise ValueError(f"svd_ratio must be above 0 and at most 1, got {ratio!r}.")
@@ -96,8 +94,7 @@ def random_weights(stacked: Weights) -> dict[str, Tensor]:
     """New weights instead of the experts': OneS's baseline "Switch" (table 1).
 
     Only the other layers then come from the teacher, as in the distillation of Switch Transformers (arXiv 2101.03961).
-    The initialisation is a timm ViT's: weights from a normal distribution of standard deviation 0.02, drawn by torch's
-    global generator; biases zero; scales of norms one.
+    Weights are drawn as in timm's ViT, with standard deviation 0.02; biases are zero, scales of norms one.
     """
     drawn = {}
     for name, tensor in stacked.items():
@@ -123,8 +120,6 @@ def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights],
         ValueError: if there is no such method, or a ratio is given to another method than ``"svd"``.
     """
     check_choice("method", name, METHODS)
-    if svd_ratio is None:
-        return METHODS[name]
-    if name != "svd":
+    if svd_ratio is not None and name != "svd":
         raise ValueError(f"svd_ratio is an option of method='svd', got method={name!r}.")
-    return partial(METHODS[name], ratio=svd_ratio)
+    return METHODS[name] if svd_ratio is None else partial(METHODS[name], ratio=svd_ratio)

@@ -46,6 +46,9 @@ def routed_layer(
     return MoeMlp(ffn, router, num_experts, **options)
 
 
+_LAYER_OPTIONS = {"shared_expert": False, "shared_init": "pretrained"}
+
+
 @dataclass(frozen=True)
 class RouterSpec:
     """A way to route, for ``convert_to_moe(router=...)``.
@@ -71,9 +74,7 @@ class RouterSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     last_factory: Callable[..., nn.Module] | None = None
     layer: Callable[..., MoeMlp] = routed_layer
-    layer_options: Mapping[str, Any] = field(
-        default_factory=lambda: dict(shared_expert=False, shared_init="pretrained")
-    )
+    layer_options: Mapping[str, Any] = field(default_factory=_LAYER_OPTIONS.copy)
     share_schedule: str = "early"
     averaged: bool = False
     check: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
@@ -175,28 +176,19 @@ ENSEMBLES = {
 }
 
 
-def _top_k_router(
-    dim: int,
-    num_experts: int,
-    *,
-    routing_unit: str,
-    aux_loss: str,
-    aux_loss_weight: float,
-    ensemble_size: int,
-    ensemble: str,
-    is_last: bool = False,
-    **options: Any,
-) -> nn.Module:
-    check_number("aux_loss_weight", aux_loss_weight, 0)
+def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> nn.Module:
+    unit, ensemble, size = (options.pop(name) for name in ("routing_unit", "ensemble", "ensemble_size"))
+    aux_loss, weight = options.pop("aux_loss"), options.pop("aux_loss_weight")
+    check_number("aux_loss_weight", weight, 0)
     losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
     if not losses or len(set(losses)) < len(losses):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
-    options["loss_weights"] = dict.fromkeys(losses, aux_loss_weight / len(losses))
+    options["loss_weights"] = dict.fromkeys(losses, weight / len(losses))
     options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
-    if ensemble_size == 1 or (ensemble == "multi_head" and not is_last):
-        return ROUTING_UNITS[routing_unit](dim, num_experts, **options)
+    if size == 1 or (ensemble == "multi_head" and not is_last):
+        return ROUTING_UNITS[unit](dim, num_experts, **options)
     if ensemble != "multi_head":
-        options["ensemble_size"] = ensemble_size
+        options["ensemble_size"] = size
     return ENSEMBLES[ensemble](dim, num_experts, **options)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    """A function as a module, e.g. the activation of an ``nn.TransformerEncoderLayer``."""
+    """Function as a module, e.g. the activation of an ``nn.TransformerEncoderLayer``."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -21,11 +21,8 @@ class Function(nn.Module):
 class SplitFfn(nn.Module):
     """The parts of a block that form its feed-forward network, as one module.
 
-    Experts replace the first part; the other parts become identities.
-
-    Args:
-        block: the block that holds the parts.
-        names: names of the parts in the block, in the order in which it calls them.
+    Experts replace the first part; the other parts become identities. ``names`` are those parts in the order in which
+    the block calls them.
     """
 
     def __init__(self, block: nn.Module, *names: str):
@@ -36,7 +33,6 @@ class SplitFfn(nn.Module):
         self.training = block.training
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map rows x of shape (..., D) as the block does."""
         for part in self.children():
             x = part(x)
         return x
@@ -66,23 +62,20 @@ class AddResidual(nn.Module):
 class ResidualFfn(SplitFfn):
     """A network whose last part also adds the residual, which the block passes to it.
 
-    Many models in earlier versions of transformers are built so. The addition is not part of the network. If the last
-    part then normalises the sum, as in BERT, the block cannot be converted.
+    Models in earlier versions of transformers are built so. The addition is not part of the network. If the last part
+    then normalises the sum, as in BERT, the block cannot be converted.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map rows x of shape (..., D) as the block does, without the residual."""
         return self._with_residual(x, x.new_zeros(()))
 
     def adds_the_residual(self, x: Tensor) -> bool:
-        """Tell whether the last part adds the residual and does nothing else with it, for rows x (..., D)."""
+        """Tell whether the last part adds the residual and does nothing else with it."""
         return torch.allclose(self._with_residual(x, x), self(x) + x, atol=1e-5)
 
     def _with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        *parts, last = self.children()
-        for part in parts:
-            x = part(x)
-        return last(x, residual)
+        first, last = self.children()
+        return last(first(x), residual)
 
     def install(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
         super().install(model, block, layer)
