@@ -33,21 +33,57 @@ _MODELS = {
 }
 
 
-class Source(NamedTuple):
-    """The origin of a tensor: paths in the flax tree, and the function that makes one tensor of their arrays."""
+def _same(array: Tensor) -> Tensor:
+    return array
 
-    paths: tuple[str, ...]
-    convert: Callable[..., Tensor]
+
+def _transposed(kernel: Tensor) -> Tensor:
+    return kernel.mT  # (..., in, out) to (..., out, in)
+
+
+def _qkv_weight(*kernels: Tensor) -> Tensor:
+    return torch.cat([kernel.flatten(1, 2).mT for kernel in kernels])  # three of (D, h, d) to (3hd, D)
+
+
+def _qkv_bias(*biases: Tensor) -> Tensor:
+    return torch.cat([bias.flatten() for bias in biases])  # three of (h, d) to (3hd,)
+
+
+#: For each tensor in timm the path in the flax tree, and the function that makes it of the arrays there. The braces are
+#: for query, key and value.
+_MODEL: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "cls_token": ("cls", _same),
+    "pos_embed": ("Encoder/posembed_input/pos_embedding", _same),
+    "patch_embed.proj.weight": ("embedding/kernel", lambda kernel: kernel.permute(3, 2, 0, 1)),
+    "patch_embed.proj.bias": ("embedding/bias", _same),
+    "norm.weight": ("Encoder/encoder_norm/scale", _same),
+    "norm.bias": ("Encoder/encoder_norm/bias", _same),
+    "representation.fc.weight": ("pre_logits/kernel", _transposed),
+    "representation.fc.bias": ("pre_logits/bias", _same),
+    "head.weight": ("head/kernel", _transposed),
+    "head.bias": ("head/bias", _same),
+}
+#: Parts that a model may lack.
+_OPTIONAL = ("pre_logits/", "head/")
+#: The same for each block; in blocks with experts ``Mlp`` lies in ``Moe``.
+_PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "norm1.weight": ("LayerNorm_0/scale", _same),
+    "norm1.bias": ("LayerNorm_0/bias", _same),
+    "attn.qkv.weight": ("SelfAttention/{}/kernel", _qkv_weight),
+    "attn.qkv.bias": ("SelfAttention/{}/bias", _qkv_bias),
+    "attn.proj.weight": ("SelfAttention/out/kernel", lambda kernel: kernel.flatten(0, 1).mT),
+    "attn.proj.bias": ("SelfAttention/out/bias", _same),
+    "norm2.weight": ("LayerNorm_1/scale", _same),
+    "norm2.bias": ("LayerNorm_1/bias", _same),
+    "mlp.fc1.weight": ("Mlp/Dense_0/kernel", _transposed),
+    "mlp.fc1.bias": ("Mlp/Dense_0/bias", _same),
+    "mlp.fc2.weight": ("Mlp/Dense_1/kernel", _transposed),
+    "mlp.fc2.bias": ("Mlp/Dense_1/bias", _same),
+}
 
 
 class ImportedModel(NamedTuple):
-    """The model of an imported checkpoint.
-
-    Attributes:
-        name: registered model name.
-        kwargs: further arguments of ``timm.create_model``.
-        parameters: number of parameters.
-    """
+    """Name, further arguments of ``timm.create_model`` and number of parameters of an imported model."""
 
     name: str
     kwargs: dict[str, Any]
@@ -69,20 +105,17 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
     params = {path.removeprefix("params/"): _tensor(array) for path, array in params.items()}
     _refuse_other_architectures(params)
     sources = _sources(params)
-    for source in sources.values():
-        for path in source.paths:
-            if path not in params:
-                raise ValueError(f"The checkpoint has no array {path}.")
-    known = {path for source in sources.values() for path in source.paths}
-    for path in params:
-        if path not in known:
-            raise ValueError(f"The checkpoint's array {path} has no place in a V-MoE.")
+    known = {path for paths, _ in sources.values() for path in paths}
+    for path in sorted(known - params.keys()):
+        raise ValueError(f"The checkpoint has no array {path}.")
+    for path in sorted(params.keys() - known):
+        raise ValueError(f"The checkpoint's array {path} has no place in a V-MoE.")
     state_dict = {}
-    for name, source in sources.items():
+    for name, (paths, convert) in sources.items():
         try:
-            state_dict[name] = source.convert(*(params[path] for path in source.paths)).contiguous()
+            state_dict[name] = convert(*(params[path] for path in paths)).contiguous()
         except (RuntimeError, IndexError) as error:
-            shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in source.paths)
+            shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in paths)
             raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
     _require_fit(state_dict, *model_from_flax(params))
     return state_dict
@@ -99,36 +132,30 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: if the arrays do not have the shapes of a V-MoE.
     """
+    shapes = {path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()}
+    moe_blocks, depth = sorted(_moe_blocks(shapes)), len(_blocks(shapes))
     try:
-        return _model_from_shapes({path.removeprefix("params/"): tuple(np.shape(a)) for path, a in params.items()})
+        num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
+        patch_size, _, in_chans, _ = shapes["embedding/kernel"]
+        (num_heads,) = {shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")}
+        (router,) = {shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")}
+        img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
+        num_classes = shapes["head/kernel"][1] if "head/kernel" in shapes else 0
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError("The checkpoint's arrays have other shapes than a V-MoE's.") from error
-
-
-def _model_from_shapes(shapes: dict[str, tuple[int, ...]]) -> tuple[str, dict[str, Any]]:
-    moe_blocks = sorted(_moe_blocks(shapes))
-    num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
-    patch_size, _, in_chans, _ = shapes["embedding/kernel"]
-    depth = len(_blocks(shapes))
-    (num_heads,) = {shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")}
-    img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
     size = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads)
-    name = next((name for name, args in _MODELS.items() if args == size and hidden == 4 * dim), None)
-    (router,) = {shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")}
-    kwargs: dict[str, Any] = {"ensemble_size": router[1]} if len(router) == 3 else {}
-    if name is None:
+    registered = next((name for name, args in _MODELS.items() if args == size and hidden == 4 * dim), None)
+    name, kwargs = registered or "vmoe_s32", dict[str, Any]()
+    if len(router) == 3:
+        name, kwargs = name.replace("vmoe", "vmoe_pbe"), {"ensemble_size": router[1]}
+    if registered is None:
         kwargs |= {**size, "mlp_ratio": hidden / dim}
     if img_size != 224:
         kwargs["img_size"] = img_size
     if in_chans != 3:
         kwargs["in_chans"] = in_chans
-    kwargs["num_classes"] = shapes["head/kernel"][1] if "head/kernel" in shapes else 0
-    kwargs["num_experts"] = num_experts
-    kwargs["moe_layers"] = ",".join(map(str, moe_blocks))
-    kwargs["pre_logits"] = "pre_logits/kernel" in shapes
-    kwargs["act_layer"] = "gelu_tanh"  # flax's default GELU
-    name = name or "vmoe_s32"
-    return name.replace("vmoe", "vmoe_pbe") if "ensemble_size" in kwargs else name, kwargs
+    kwargs |= dict(num_classes=num_classes, num_experts=num_experts, moe_layers=",".join(map(str, moe_blocks)))
+    return name, kwargs | dict(pre_logits="pre_logits/kernel" in shapes, act_layer="gelu_tanh")  # flax's default GELU
 
 
 def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
@@ -177,73 +204,22 @@ def _moe_blocks(paths: Iterable[str]) -> set[int]:
     return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path[match.end() :].startswith("Moe/")}
 
 
-def _sources(params: Mapping[str, Tensor]) -> dict[str, Source]:
-    """List the origin of every tensor of the model by its name in timm."""
-    sources = {
-        "cls_token": Source(("cls",), _same),
-        "pos_embed": Source(("Encoder/posembed_input/pos_embedding",), _same),
-        "patch_embed.proj.weight": Source(("embedding/kernel",), lambda kernel: kernel.permute(3, 2, 0, 1)),
-        "patch_embed.proj.bias": Source(("embedding/bias",), _same),
-        **_norm("norm", "Encoder/encoder_norm"),
-    }
+def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callable[..., Tensor]]]:
+    """Return, for every tensor of the model by its name in timm, the paths of its arrays and their conversion."""
+    absent = tuple(part for part in _OPTIONAL if not any(path.startswith(part) for path in params))
+    sources = {name: source for name, source in _MODEL.items() if not (absent and source[0].startswith(absent))}
     moe_blocks = _moe_blocks(params)
     for block in sorted(_blocks(params)):
-        sources |= _block(f"blocks.{block}", f"Encoder/encoderblock_{block}", block in moe_blocks)
-    for name, path in (("representation.fc", "pre_logits"), ("head", "head")):
-        if any(other.startswith(f"{path}/") for other in params):
-            sources |= _linear(name, path)
-    return sources
-
-
-def _block(name: str, path: str, moe: bool) -> dict[str, Source]:
-    attention = f"{path}/SelfAttention"
-    qkv = [f"{attention}/{part}" for part in ("query", "key", "value")]
-    sources = {
-        **_norm(f"{name}.norm1", f"{path}/LayerNorm_0"),
-        f"{name}.attn.qkv.weight": Source(tuple(f"{part}/kernel" for part in qkv), _qkv_weight),
-        f"{name}.attn.qkv.bias": Source(tuple(f"{part}/bias" for part in qkv), _qkv_bias),
-        f"{name}.attn.proj.weight": Source((f"{attention}/out/kernel",), lambda kernel: kernel.flatten(0, 1).mT),
-        f"{name}.attn.proj.bias": Source((f"{attention}/out/bias",), _same),
-        **_norm(f"{name}.norm2", f"{path}/LayerNorm_1"),
+        for name, (path, convert) in _PARTS.items():
+            path = f"Moe/{path}" if block in moe_blocks and path.startswith("Mlp/") else path
+            sources[f"blocks.{block}.{name}"] = (f"Encoder/encoderblock_{block}/{path}", convert)
+        if block in moe_blocks:  # (D, E), or an ensemble's (D, M, E/M), to (E, D)
+            path = f"Encoder/encoderblock_{block}/Moe/Router/dense/kernel"
+            sources[f"blocks.{block}.mlp.router.weight"] = (path, lambda kernel: kernel.flatten(1).mT)
+    return {
+        name: ([path.format(part) for part in ("query", "key", "value")] if "{}" in path else [path], convert)
+        for name, (path, convert) in sources.items()
     }
-    mlp = f"{path}/Moe/Mlp" if moe else f"{path}/Mlp"
-    sources |= _linear(f"{name}.mlp.fc1", f"{mlp}/Dense_0") | _linear(f"{name}.mlp.fc2", f"{mlp}/Dense_1")
-    if moe:
-        sources[f"{name}.mlp.router.weight"] = Source((f"{path}/Moe/Router/dense/kernel",), _router_weight)
-    return sources
-
-
-def _norm(name: str, path: str) -> dict[str, Source]:
-    return {f"{name}.weight": Source((f"{path}/scale",), _same), f"{name}.bias": Source((f"{path}/bias",), _same)}
-
-
-def _linear(name: str, path: str) -> dict[str, Source]:
-    weight, bias = Source((f"{path}/kernel",), _transposed), Source((f"{path}/bias",), _same)
-    return {f"{name}.weight": weight, f"{name}.bias": bias}
-
-
-def _same(array: Tensor) -> Tensor:
-    return array
-
-
-def _transposed(kernel: Tensor) -> Tensor:
-    """Transpose (..., in, out) to (..., out, in)."""
-    return kernel.mT
-
-
-def _router_weight(kernel: Tensor) -> Tensor:
-    """Reshape (D, E), or an ensemble's (D, M, E/M), to (E, D)."""
-    return kernel.flatten(1).mT
-
-
-def _qkv_weight(*kernels: Tensor) -> Tensor:
-    """Join three weights (D, h, d) to (3hd, D)."""
-    return torch.cat([kernel.flatten(1, 2).mT for kernel in kernels])
-
-
-def _qkv_bias(*biases: Tensor) -> Tensor:
-    """Join three biases (h, d) to (3hd,)."""
-    return torch.cat([bias.flatten() for bias in biases])
 
 
 def _tensor(array: Any) -> Tensor:
