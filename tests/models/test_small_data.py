@@ -370,3 +370,9 @@ def test_t2t_positions_are_fixed_and_experts_are_in_the_blocks():
             timm.create_model("t2t_i2_32", patch_size=patch_size)
     with pytest.raises(ValueError, match="fixed at 4, got 8"):
         model.set_input_size(patch_size=8)
+
+
+def test_every_vit_here_may_have_a_layer_before_its_classifier():
+    for name in ("vit_xtiny", "t2t_i2_32"):
+        model = timm.create_model(name, pre_logits=True, num_classes=7).eval()
+        assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)

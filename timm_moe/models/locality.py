@@ -40,13 +40,7 @@ class ShiftedPatches(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        dim: int,
-        patch_size: int,
-        norm_layer: type[nn.Module] | None = None,
-        bias: bool = True,
-        **like: Any,
+        self, in_channels: int, dim: int, patch_size: int, norm_layer: Any = None, bias: bool = True, **like: Any
     ):
         check_integer("The patch_size of shifted patches", patch_size, 1)
         super().__init__()
@@ -101,18 +95,10 @@ class ShiftedPatchEmbed(FixedPatchEmbed):
 
     patches = "shifted patches"
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] | None,
-        patch_size: int,
-        in_chans: int,
-        embed_dim: int,
-        norm_layer: type[nn.Module] | None = None,
-        bias: bool = True,
-        **kwargs: Any,
-    ):
-        like = {name: kwargs.pop(name, None) for name in ("device", "dtype")}
-        proj = ShiftedPatches(in_chans, embed_dim, patch_size, norm_layer, bias, **like)
+    def __init__(self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any):
+        own = ("norm_layer", "bias", "device", "dtype")
+        options = {name: kwargs.pop(name) for name in own if name in kwargs}
+        proj = ShiftedPatches(in_chans, embed_dim, patch_size, **options)
         super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
         self.in_channels = in_chans
 

@@ -39,13 +39,6 @@ class MoeMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         require_installed()
-        options = {name: kwargs.pop(name) for name in self._options(kwargs) if name in kwargs}
-        super().__init__(*args, **kwargs)
-        # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
-        convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
-
-    def _options(self, kwargs: dict[str, Any]) -> tuple[str, ...]:
-        """List the options of convert_to_moe; ValueError if the stock model has an argument of the same name."""
         names = moe_options(kwargs.get("router", "random"))
         taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
@@ -53,7 +46,10 @@ class MoeMixin:
             raise ValueError(
                 f"{min(taken)} is an option of the router and an argument of {stock}: give the router's another name."
             )
-        return names
+        options = {name: kwargs.pop(name) for name in names if name in kwargs}
+        super().__init__(*args, **kwargs)
+        # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
+        convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self.named_parameters(prefix.rstrip(".")):

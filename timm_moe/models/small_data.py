@@ -36,13 +36,11 @@ __all__ = [
 
 
 class LocalVisionTransformer(PreLogitsVisionTransformer):
-    """A ViT for small data sets.
+    """A ViT for small data sets: a :class:`PreLogitsVisionTransformer` with two more arguments.
 
     Args:
-        args: arguments of :class:`PreLogitsVisionTransformer`.
         shifted_patches: make tokens by :class:`ShiftedPatchEmbed` (SPT).
         locality_attention: use :class:`LocalityAttention` (LSA).
-        kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
@@ -55,13 +53,11 @@ class LocalVisionTransformer(PreLogitsVisionTransformer):
 
 
 class LocalPoolingVisionTransformer(PoolingVisionTransformer):
-    """A PiT for small data sets.
+    """A PiT for small data sets: timm's PoolingVisionTransformer with two more arguments.
 
     Args:
-        args: arguments of timm's PoolingVisionTransformer.
         shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and pool by :class:`ShiftedPooling` (SPT).
         locality_attention: use :class:`LocalityAttention` (LSA).
-        kwargs: arguments of timm's PoolingVisionTransformer.
 
     Raises:
         ValueError: if shifted patches would overlap.
@@ -90,13 +86,11 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
 
 
 class LocalSwinTransformer(SwinTransformer):
-    """A Swin Transformer for small data sets.
+    """A Swin Transformer for small data sets: timm's SwinTransformer with two more arguments.
 
     Args:
-        args: arguments of timm's SwinTransformer.
         shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and merge by :class:`ShiftedPatchMerging` (SPT).
         locality_attention: use :class:`LocalityWindowAttention` (LSA).
-        kwargs: arguments of timm's SwinTransformer.
     """
 
     def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
@@ -139,17 +133,11 @@ MoeLocalSwinTransformer = moe_class(LocalSwinTransformer, __name__)
 MoeLocalT2TVisionTransformer = moe_class(LocalT2TVisionTransformer, __name__)
 
 #: Preprocessing of CIFAR-100, the EWA paper's first data set.
-_CIFAR100: dict[str, Any] = dict(
-    num_classes=100,
-    input_size=(3, 32, 32),
-    fixed_input_size=True,
-    crop_pct=1.0,
-    interpolation="bicubic",
-    mean=(0.5071, 0.4865, 0.4409),
-    std=(0.2673, 0.2564, 0.2762),
-    first_conv="patch_embed.proj",
-    classifier="head",
-)
+_CIFAR100: dict[str, Any] = {
+    **dict(num_classes=100, first_conv="patch_embed.proj", classifier="head"),
+    **dict(input_size=(3, 32, 32), fixed_input_size=True, crop_pct=1.0, interpolation="bicubic"),
+    **dict(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)),
+}
 
 
 class Family(NamedTuple):

@@ -108,22 +108,13 @@ class TokensToTokenEmbed(FixedPatchEmbed):
 
     patches = "T2T's patches"
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] | None,
-        patch_size: int,
-        in_chans: int,
-        embed_dim: int,
-        shifted_patches: bool,
-        locality_attention: bool,
-        **kwargs: Any,
-    ):
+    def __init__(self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any):
         check_integer("The patch_size of T2T", patch_size, 2)
         if patch_size & (patch_size - 1):
             raise ValueError(f"The patch_size of T2T must be a power of 2, got {patch_size}.")
-        like = {name: kwargs.pop(name, None) for name in ("device", "dtype")}
-        splits = patch_size.bit_length() - 1
-        proj = TokensToToken(in_chans, embed_dim, splits, shifted_patches, locality_attention, **like)
+        own = ("shifted_patches", "locality_attention", "device", "dtype")
+        options = {name: kwargs.pop(name) for name in own if name in kwargs}
+        proj = TokensToToken(in_chans, embed_dim, patch_size.bit_length() - 1, **options)
         super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
 
 
@@ -148,11 +139,11 @@ class T2TLocalityAttention(_Shortcut, LocalityAttention):  # type: ignore[misc]
 class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
 
+    It has two more arguments than :class:`PreLogitsVisionTransformer`.
+
     Args:
-        args: arguments of :class:`PreLogitsVisionTransformer`.
         shifted_patches: stack the image with shifted copies (SPT).
         locality_attention: use :class:`LocalityAttention` (LSA), also while tokens are made.
-        kwargs: arguments of :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):

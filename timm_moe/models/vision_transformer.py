@@ -30,7 +30,7 @@ class PreLogitsVisionTransformer(VisionTransformer):
         self.representation: nn.Module = nn.Identity()  # timm drops keys with pre_logits from checkpoints
         self.head = head
         if pre_logits:
-            like = self.patch_embed.proj.weight
+            like = next(self.parameters())
             linear = nn.Linear(self.embed_dim, self.embed_dim, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
@@ -68,59 +68,32 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
 #: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
 NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
-VMOE: dict[str, Any] = dict(
-    router="top_k",
-    num_experts=32,
-    moe_layers="last-2",
-    expert_init="same",
-    top_k=2,
-    noise_std=1.0,
-    capacity_factor=1.05,
-    aux_loss="importance+load",
-    aux_loss_weight=0.01,
-)
+VMOE: dict[str, Any] = {
+    **dict(num_experts=32, moe_layers="last-2", expert_init="same"),
+    **dict(router="top_k", top_k=2, noise_std=1.0, capacity_factor=1.05),
+    **dict(aux_loss="importance+load", aux_loss_weight=0.01),
+}
 #: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing dropped.
 #: It starts from DINOv2, at 224 pixels instead of DINOv2's 518.
-_VIMOE: dict[str, Any] = dict(
-    router="top_k",
-    num_experts=8,
-    moe_layers="tail-2",
-    expert_init="same",
-    routing_unit="image",
-    top_k=1,
-    aux_loss="balance",
-    aux_loss_weight=0.01,
-    init_values=1e-5,
-    img_size=224,
-)
+_VIMOE: dict[str, Any] = {
+    **dict(num_experts=8, moe_layers="tail-2", expert_init="same", init_values=1e-5, img_size=224),
+    **dict(router="top_k", top_k=1, routing_unit="image", aux_loss="balance", aux_loss_weight=0.01),
+}
 #: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
-VMOE_S_CFG: dict[str, Any] = dict(
-    num_classes=1000,
-    input_size=(3, 224, 224),
-    fixed_input_size=True,
-    crop_pct=0.875,
-    interpolation="bilinear",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-    first_conv="patch_embed.proj",
-    classifier="head",
-)
+VMOE_S_CFG: dict[str, Any] = {
+    **dict(num_classes=1000, first_conv="patch_embed.proj", classifier="head"),
+    **dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=0.875, interpolation="bilinear"),
+    **dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+}
 
 
 class Variant(NamedTuple):
-    """A registered model.
-
-    Attributes:
-        description: one line about it.
-        stock: the model of timm whose pretrained tags it takes over, and as which its weights are exported.
-        args: arguments that make timm's VisionTransformer this model.
-        own_size: further arguments, which the exported model needs too: timm has no model of this size, so there are
-            no pretrained tags.
-    """
+    """A registered model, in one line, and the arguments that make timm's VisionTransformer this model."""
 
     description: str
-    stock: str
+    stock: str  # the model of timm whose pretrained tags it takes over, and as which its weights are exported
     args: dict[str, Any]
+    #: Arguments that the exported model needs too: timm has no model of this size, and no weights for it.
     own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
 
     def cfgs(self, name: str) -> dict[str, Any]:

@@ -24,11 +24,11 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     The shared parts belong to the first block. The state dict has them once, under its name: safetensors refuses
     shared tensors, and a weight average over state dicts (timm's ModelEmaV3) moves each tensor once.
 
+    Its arguments are timm's and:
+
     Args:
-        args: as timm's VisionTransformer.
         shared_norm: share the two norms of the blocks too (section 4.4).
         zero_class_token: the class token is a constant zero, not a parameter, as in the authors' code.
-        kwargs: as timm's VisionTransformer.
     """
 
     def __init__(self, *args: Any, shared_norm: bool = False, zero_class_token: bool = False, **kwargs: Any):
@@ -161,16 +161,10 @@ default_cfgs = generate_default_cfgs(
 )
 
 #: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds capacities down.
-_WIDENET = dict(
-    num_experts=4,
-    top_k=2,
-    noise_std=1.0,
-    capacity_factor=1.2,
-    capacity_multiple=1,
-    capacity_rounding="floor",
-    aux_loss="balance_top_k",
-    aux_loss_weight=0.01,
-)
+_WIDENET = {
+    **dict(num_experts=4, top_k=2, noise_std=1.0, aux_loss="balance_top_k", aux_loss_weight=0.01),
+    **dict(capacity_factor=1.2, capacity_multiple=1, capacity_rounding="floor"),
+}
 #: The paper averages over the patches, without a class token.
 _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=False)
 #: The authors' code has a class token that is a constant zero, averages over it too, and has a layer before the
