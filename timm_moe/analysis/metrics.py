@@ -23,6 +23,8 @@ except ModuleNotFoundError as error:
 
 def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
     """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C)."""
+    if outputs.ndim not in (2, 3):
+        raise ValueError(f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}.")
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     outputs = outputs.unsqueeze(1) if outputs.ndim == 2 else outputs
     if from_logits:
