@@ -136,8 +136,8 @@ def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
     for name in names:
         if (folder / name).exists():
             os.replace(folder / name, target / name)
-        else:
-            (target / name).unlink(missing_ok=True)
+        elif (target / name).exists():
+            (target / name).unlink()
 
 
 def write_json(file: str | Path, contents: dict[str, Any]) -> None:

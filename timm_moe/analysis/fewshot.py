@@ -109,7 +109,8 @@ def fewshot(
             several, or a model with members, are an ensemble.
         folders: images to learn from and to classify.
         shots: training images of each class.
-        draws, seed: number of draws, and their seed.
+        draws: number of draws.
+        seed: of the draws.
         inference: settings of the forwards.
 
     Returns:

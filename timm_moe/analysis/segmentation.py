@@ -60,7 +60,8 @@ class MaskedImages(Dataset):
     The whole image is resized, not cropped; a label comes from the nearest pixel.
 
     Args:
-        images, masks: folders, as of :func:`pair_files`; the value of a mask's pixel is the number of its class.
+        images: folder, as for :func:`pair_files`.
+        masks: folder, as for :func:`pair_files`; the value of a mask's pixel is the number of its class.
         config: from :func:`timm_moe.model_config.preprocessing`.
         classes: names of the classes; by default every number is a class and its name.
         ignore_index: value of pixels without a class.

@@ -141,7 +141,8 @@ def export_moe(
         source: an expert model of a registered name, or a file or folder of one, as for :func:`export_dense`.
         output_dir: folder to write; missing parents are made.
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
-        overwrite, allow_nonfinite: as for :func:`export_dense`.
+        overwrite: as for :func:`export_dense`.
+        allow_nonfinite: as for :func:`export_dense`.
         **options: the others of :func:`export_dense`, whose errors are raised too.
 
     Raises:

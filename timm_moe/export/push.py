@@ -136,7 +136,9 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
     Args:
         source: a model of a registered name, a train.py checkpoint, a safetensors file, or a folder, which is uploaded
             unchanged.
-        repo_id, private, **options: as for :func:`push_dense`, whose errors are raised too.
+        repo_id: as for :func:`push_dense`.
+        private: as for :func:`push_dense`.
+        **options: as for :func:`push_dense`, whose errors are raised too.
     """
     order = _begin(repo_id, private, options)
     folder = folder_of(source)
@@ -158,8 +160,10 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
-        repo_id, private, **options: as for :func:`push_dense`, whose errors are raised too; of the model only the class
-            names can be stated.
+        repo_id: as for :func:`push_dense`.
+        private: as for :func:`push_dense`.
+        **options: as for :func:`push_dense`, whose errors are raised too; of the model only the class names can be
+            stated.
     """
     order = _begin(repo_id, private, options)
     return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)

@@ -24,7 +24,8 @@ class MoeMlp(Experts):
         ffn: the dense network to replace.
         router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the E experts.
         num_experts: E.
-        expert_init, expert_dropout: see :class:`Experts`.
+        expert_init: see :class:`Experts`.
+        options: see :class:`Experts`.
 
     Attributes:
         path: name of the layer in its model, for messages.

@@ -83,7 +83,7 @@ class MembersMixin(VisionTransformer):
             # timm stopped before the members part
             result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
         for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
-            result[name] = [feature.unflatten(0, (len(x), -1)).mean(1) for feature in result[name]]
+            result[name] = [feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]]
         features = result["image_intermediates"]
         if output_fmt == "NCHW":
             size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
@@ -102,7 +102,7 @@ class MembersMixin(VisionTransformer):
         return kept
 
     def _members(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (len(x) // self.ensemble_size, self.ensemble_size))
+        return x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))
 
 
 class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):

@@ -112,7 +112,8 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
     Outputs: see :class:`MembersMixin`. The members separate at the first of these blocks.
 
     Args:
-        args, kwargs: see :class:`PreLogitsVisionTransformer`.
+        args: see :class:`PreLogitsVisionTransformer`.
+        kwargs: see :class:`PreLogitsVisionTransformer`.
         ensemble_size: M.
         ensemble_layers: blocks with factors, like ``moe_layers`` of :func:`timm_moe.convert_to_moe`.
         factor_init: see :class:`BatchEnsembleLinear`.
