@@ -60,7 +60,9 @@ def test_the_papers_figures_stand_beside_the_registered_model_alone(options, is_
     export_moe(model, tmp_path / "moe", model_args=options)
     assert main(["info", f"local-dir:{tmp_path / 'moe'}"]) == 0
     out = capsys.readouterr().out
-    assert ("a model of these options; of the registered one: timm-moe info vit_xtiny_ewa_moe" in out) != is_registered
+    assert (
+        "no figures for these options; for the registered ones: timm-moe info vit_xtiny_ewa_moe" in out
+    ) != is_registered
     assert ("prints neither size nor cost of this model" in out) == is_registered
 
 

@@ -141,7 +141,7 @@ def test_outputs_that_nothing_can_be_written_to(tmp_path):
     for name, message in (("pipe", "pipe or a device"), ("folder", "is a folder"), ("gone", "link"), ("loop", "link")):
         with pytest.raises(OSError, match=message):
             check_writable(tmp_path / name, overwrite=True)
-    for name, message in (("file", "is a file"), ("gone", "link to what is not there"), ("loop", "link")):
+    for name, message in (("file", "is a file"), ("gone", "broken symbolic link: remove it"), ("loop", "link")):
         with pytest.raises(OSError, match=message):
             check_folder(tmp_path / name, NAMES)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):

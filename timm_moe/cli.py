@@ -270,7 +270,7 @@ def _info(args: argparse.Namespace) -> None:
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
-    other = f"prints nothing about a model of these options; of the registered one: timm-moe info {info.name}"
+    other = f"prints no figures for these options; for the registered ones: timm-moe info {info.name}"
     for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
         print(f"  {label:<22} {text}")
 

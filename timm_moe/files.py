@@ -56,7 +56,7 @@ def holds_something(folder: Path) -> bool:
 def _check_place(output: Path) -> None:
     """Raise OSError unless the output, or the nearest folder above it that exists, can be written to."""
     if output.is_symlink() and not output.exists():
-        raise FileNotFoundError(f"{output} is a broken symbolic link to what is not there.")
+        raise FileNotFoundError(f"{output} is a broken symbolic link: remove it, or write elsewhere.")
     place = output if output.is_dir() else output.resolve().parent
     while not place.exists():
         place = place.parent

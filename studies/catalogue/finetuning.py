@@ -3,7 +3,7 @@
 from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR
 from ..study import Arm, Finding, Images, Study, Training, Use, compare
-from .settings import PAPER_OPTIONS, paper, small
+from .settings import PAPER_OPTIONS, RAND_AUGMENT, paper, small
 
 #: The small size starts from a dense network of the other 80 classes, the paper's from ImageNet weights of the Hub.
 OTHER_CLASSES = Training("dense-on-80", "dense", images="images-of-80")
@@ -77,7 +77,7 @@ STUDY = Study(
             arms((), FROM_HUB),
             setting="finetuning-paper",
             images={"images-of-20": Images()},
-            options=(*PAPER_OPTIONS, "--aa", "rand-m9-mstd0.5-inc1"),
+            options=(*PAPER_OPTIONS, *RAND_AUGMENT),
             models={"dense": "vit_small_patch16_224", "ewa": "vit_small_ewa_moe"},
         ),
     },

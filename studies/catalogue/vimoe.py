@@ -4,7 +4,7 @@ from ..deploy import Export
 from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Finding, Study, Training, Use, compare, slug
 from .scratch import DENSE
-from .settings import SMALL_FURTHER, paper, small
+from .settings import RAND_AUGMENT, SMALL_FURTHER, paper, small
 
 IMAGE_LEVEL = ("router=top_k", "routing_unit=image", "num_experts=8", "share_rate=0")
 
@@ -46,7 +46,7 @@ def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
 
 #: DINOv2's weights, at 224 pixels.
 DINOV2 = (
-    *("--pretrained", "--img-size", "224", "--aa", "rand-m9-mstd0.5-inc1", "--mixup", "0.8", "--cutmix", "1.0"),
+    *("--pretrained", "--img-size", "224", *RAND_AUGMENT, "--mixup", "0.8", "--cutmix", "1.0"),
     *("--smoothing", "0.1", "--reprob", "0.25", "--drop-path", "0.1", "--opt", "adamw", "--layer-decay", "0.65"),
     *("--lr", "3e-4", "--weight-decay", "0.3", "-b", "1024", "--epochs", "100", "--warmup-epochs", "3"),
     *("--sched-on-updates", "--checkpoint-hist", "1", "--amp", "--amp-dtype", "bfloat16"),

@@ -54,6 +54,13 @@ def test_all_pages_that_are_named_are_there():
     assert [(file, name) for file, name in named if not (ROOT / name).is_file()] == []
 
 
+def test_all_files_that_pages_name_are_there():
+    named = {(page.name, name) for page in PAGES for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text())}
+    assert named
+    folders = (ROOT, ROOT / "timm_moe")
+    assert [(page, name) for page, name in named if not any((folder / name).is_file() for folder in folders)] == []
+
+
 def test_the_citation_names_the_version_and_the_papers_of_the_methods():
     cited = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {timm_moe.__version__}\n" in cited

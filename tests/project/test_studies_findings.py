@@ -82,8 +82,8 @@ SAID = [
         "README.md",
         "confirmation",
         Finding(
-            "with no clear difference from dense training with dropout, with smaller initial weights or with a smaller "
-            "learning rate for those networks",
+            "It shows no clear difference from dense training with dropout, or with smaller initial weights or a "
+            "smaller learning rate in the replaced networks.",
             compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF, SLOW]),
         ),
     ),
@@ -107,7 +107,7 @@ SAID = [
         "README.md",
         "students",
         Finding(
-            "are 1.88 to 2.22 points better than students with new experts",
+            "are 1.88 to 2.22 points better than students with new weights",
             compare(["average, trained on", "topk, trained on"], BETTER, ["random, trained on"]),
         ),
     ),
@@ -140,8 +140,8 @@ SAID = [
         "docs/ewa.md",
         "confirmation",
         Finding(
-            "it was 1.15 points better than plain dense training. EWA was 0.68 points better, with no clear difference "
-            "between the two",
+            "with dropout added, that training was 1.15 points better than plain dense training. EWA was 0.68 points "
+            "better than plain dense training, with no clear difference from the one with dropout",
             (
                 *compare([HALF_AND_DROPOUT], BETTER, ["dense"]),
                 *LINEAR,

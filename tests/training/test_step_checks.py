@@ -33,7 +33,7 @@ def test_experts_beside_the_averaged_ones_are_told_of(ewa_vit, caplog):
         still_step(ewa_vit, optimizer)
     assert len(caplog.messages) == 1
     assert "nothing averages the experts" in caplog.text
-    assert "(those in blocks.3.mlp)" in caplog.text
+    assert "(in blocks.3.mlp)" in caplog.text
 
 
 def test_routers_alone_need_no_averaging(caplog):

@@ -266,7 +266,8 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
     if not routed:
         raise ValueError(
-            "All expert layers of this model are random partitions or fused, which do not depend on the images."
+            "All expert layers of this model are random partitions or fused, which do not depend on the images: give a "
+            "model whose tokens choose their experts, such as vmoe_b16."
         )
     return routed
 

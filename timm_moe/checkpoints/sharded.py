@@ -58,7 +58,7 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{prefix} is not on this machine: download its .index and .data files first.")
     index_file = Path(f"{prefix}.index")
     if not index_file.is_file():
-        raise FileNotFoundError(f"There is no {index_file}; the prefix is what the checkpoint's files have in common.")
+        raise FileNotFoundError(f"There is no {index_file}: give the path that the checkpoint's files begin with.")
     index = _unpack(index_file)
     try:
         shard_count = index["shard_count"]

@@ -58,7 +58,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
         for handle, hook in list(module._forward_pre_hooks.items()):
             if hook is begin_forward:  # dense models have no routers to tell of a forward
                 del module._forward_pre_hooks[handle]
-        restore = getattr(module, "restore_stock_class", None)
+        restore = getattr(module, "restore_stock_class", None)  # of the classes in models/
         if restore is not None:
             restore()
     return model

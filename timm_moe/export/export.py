@@ -238,7 +238,7 @@ def _require_finite_weights(model: nn.Module) -> None:
 
 
 def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
-    """Write input size, classes and licence of the weights to a timm model's config; return the class names."""
+    """Write input size, number of classes and licence to a timm model's config; return the class names."""
     labels, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
     license = settings.license or (cfg.get("license") if keep_license else None)
     stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
@@ -293,7 +293,10 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
 
 
 def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, allow_nonfinite: bool) -> _Candidate:
-    """Replace the experts of each layer by one network; run the experts for comparison if it equals them, else it."""
+    """Replace the experts of each layer by one network, and note the outputs that the export must give.
+
+    They are the expert model's if the dense one computes the same function, else the dense one's.
+    """
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:

@@ -1,4 +1,4 @@
-"""Router losses are added to the training loss here, and their statistics are summed up."""
+"""Addition of the recorded router losses to the training loss, and sums of the routers' statistics."""
 
 import logging
 from collections.abc import Iterator

@@ -37,11 +37,11 @@ def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     names = [layer.path or "an expert layer" for layer in layers_of_trained_experts(optimizer, left_out)]
     if names and is_first_time(optimizer, "not averaged"):
         _logger.warning(
-            "EWA: nothing averages the experts that this optimizer trains, as their share rate asks for (those in "
+            "EWA: nothing averages the experts that this optimizer trains, though they have a share rate (in "
             f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), pass "
             "updates_per_epoch to timm's create_scheduler_v2, or give Hugging Face's Trainer or Lightning an "
-            "ExpertCallback of timm_moe.integrations. If you call average_experts_ yourself, want none, or train "
-            "adapters, set share_rate=0."
+            "ExpertCallback of timm_moe.integrations. If you call average_experts_ yourself, want no averaging, "
+            "or train adapters, set share_rate=0."
         )
     is_flat = not names and any(map(_is_flat, left_out)) and _has_flat_parameters(optimizer)
     if is_flat and is_first_time(optimizer, "not averaged"):
