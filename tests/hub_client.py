@@ -14,28 +14,40 @@ READ_TOKEN = "hf_ReadOnlySecret"
 
 #: Runs commands of timm-moe one after another: importing torch and timm for each of them takes seconds.
 WORKER = """
-import json, os, sys, time
+import gc, json, os, sys, time
+gc.disable()  # until all is imported, since none of that is garbage
 commands, replies = sys.stdin, os.fdopen(os.dup(1), "w")
 sys.stdout.flush()
 os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND), 1)
 os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND), 2)
+import timm_moe.export.push
+from huggingface_hub import constants
 from timm_moe_cli import main
-sleep = time.sleep
+gc.freeze()
+gc.enable()
+url = constants.ENDPOINT
 for line in commands:
     command = json.loads(line)
     os.environ.pop("HF_TOKEN", None)
     if command["token"]:
         os.environ["HF_TOKEN"] = command["token"]
-    time.sleep = sleep if command["patient"] else lambda seconds: None
+    constants.ENDPOINT = command["url"] or url
+    pauses = []
+    time.sleep = pauses.append
     status = main(command["arguments"])
     sys.stdout.flush()
-    replies.write(json.dumps(status) + "\\n")
+    replies.write(json.dumps([status, sum(pauses)]) + "\\n")
     replies.flush()
+os._exit(0)  # skips the interpreter's own end: to free torch and timm takes a second
 """
 
 
 class Worker:
-    """A process with the real client, whose Hub is the server."""
+    """A process with the real client, whose Hub is the server.
+
+    Attributes:
+        paused: seconds that the client wanted to wait in the last command; such pauses are skipped.
+    """
 
     def __init__(self, folder, env):
         self.folder = folder
@@ -48,12 +60,12 @@ class Worker:
             command, env=env, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, *arguments, token=TOKEN, patient=False):
-        """Exit status, standard output and standard error of a command; the client's pauses are skipped."""
-        command = {"arguments": list(map(str, arguments)), "token": token, "patient": patient}
+    def run(self, *arguments, token=TOKEN, url=None):
+        """Exit status, standard output and standard error of a command, for another Hub if a url is given."""
+        command = {"arguments": list(map(str, arguments)), "token": token, "url": url}
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        status = json.loads(self.process.stdout.readline())
+        status, self.paused = json.loads(self.process.stdout.readline())
         texts = [file.read_text() for file in self.files]
         new = [text[start:] for text, start in zip(texts, self.read, strict=True)]
         self.read = [len(text) for text in texts]
@@ -83,6 +95,7 @@ def client_environment(folder, url):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     places = {"HF_HOME": folder, "HF_HUB_CACHE": folder / "hub", "HF_TOKEN_PATH": folder / "token", "HOME": folder}
     switches = {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
+    switches["OMP_NUM_THREADS"] = "1"  # several would wait for each other, since the models are small
     search = {"PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")]).strip(os.pathsep)}
     return {**kept, **search, **{name: str(place) for name, place in places.items()}, **switches}
 

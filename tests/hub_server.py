@@ -156,6 +156,7 @@ class Handler(BaseHTTPRequestHandler):
     """A connection, with a method for each step of the protocol."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is two packets, of which the second would wait 40 ms
     server: HubServer
 
     REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"

@@ -1,39 +1,14 @@
-"""Images whose classes differ in brightness, models whose routers see it, and made-up observations of routers."""
+"""Observations of models, and made-up ones of routers."""
 
 from dataclasses import replace
 
-import numpy as np
-import timm
 import torch
-from common import SMALL_VIT
-from PIL import Image
-from torch import nn
 
-import timm_moe
 from timm_moe.analysis.data import Inference, image_folder, load_classifiers
 from timm_moe.analysis.routing_statistics import Routes
 from timm_moe.report.observe import LayerObservation, Observation, Patch, observe
 
 HERE = Inference(batch_size=7, workers=0, device="cpu")
-
-
-def write_images(folder, classes, numbers):
-    """A folder of images for each class."""
-    random = np.random.default_rng(0)
-    for label, (name, number) in enumerate(zip(classes, numbers, strict=True)):
-        (folder / name).mkdir(parents=True)
-        for index in range(number):
-            pixels = random.integers(0, 90, (32, 32, 3)) + 30 * label
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{index}.png")
-
-
-def make_model(name="vit_tiny_moe", **options):
-    model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
-    nn.init.normal_(model.head.weight, std=0.3)
-    for layer in timm_moe.moe_layers(model).values():
-        if hasattr(layer.router, "weight"):
-            nn.init.normal_(layer.router.weight)
-    return model
 
 
 def observed(model, data, ood=None):

@@ -6,9 +6,7 @@ A test that is interrupted, by its time limit for example, kills the processes t
 import atexit
 import inspect
 import json
-import multiprocessing
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -17,8 +15,6 @@ import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-
-import torch.multiprocessing
 
 #: The process from which others are forked. It only imports, so that no test sees anything of another.
 _ZYGOTE = """
@@ -146,21 +142,16 @@ def run_code(code, *arguments, cwd=None, autoload="1", modules=SCRIPTS_NEED, inp
     return _run(modules, autoload, ["-c", *map(str, arguments)], code, cwd, env, input, settings)
 
 
-def _rank(rank, file, name, *arguments):
-    runpy.run_path(file)[name](rank, *arguments)  # by its file: pytest's names of test modules cannot be imported
+_RANKS = """
+import json, runpy, sys, torch.multiprocessing
+file, name, processes, *arguments = json.loads(sys.argv[1])
+function = runpy.run_path(file)[name]  # by its file: pytest's names of test modules cannot be imported
+torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
+"""
 
 
 def run_ranks(function, arguments, processes):
-    """Call ``function(rank, *arguments)`` in so many processes, which may form a group."""
-    multiprocessing.set_forkserver_preload(
-        ["timm", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-    )
-    arguments = (inspect.getfile(function), function.__name__, *arguments)
-    ranks = torch.multiprocessing.start_processes(_rank, arguments, processes, join=False, start_method="forkserver")
-    try:
-        while not ranks.join():
-            pass
-    except BaseException:
-        for process in ranks.processes:
-            process.kill()
-        raise
+    """Call ``function(rank, *arguments)`` in so many processes, which may form a group; arguments are sent as JSON."""
+    call = json.dumps([inspect.getfile(function), function.__name__, processes, *arguments])
+    done = run_code(_RANKS, call, PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 0, done.stderr

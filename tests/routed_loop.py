@@ -12,7 +12,7 @@ from timm_moe.layers import TopKRouter
 CPU = torch.device("cpu")
 
 
-def make_model(name="vit_tiny_moe", **kwargs):
+def routed_model(name="vit_tiny_moe", **kwargs):
     torch.manual_seed(0)
     model = timm.create_model(name, **SMALL_VIT, **kwargs)
     for module in model.modules():  # routers that prefer some experts, so that their losses have a gradient to speak of

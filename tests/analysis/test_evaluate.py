@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, SMALL_VIT_KWARGS
+from common import SMALL_VIT, SMALL_VIT_KWARGS, make_model, write_images
 from PIL import Image
 from safetensors.torch import save_file
 from timm.models import save_for_hf
@@ -30,33 +30,20 @@ HERE = Inference(batch_size=7, workers=0, device="cpu")
 CLASSES = 5
 
 
-def write_images(folder, number, seed):
-    random = np.random.default_rng(seed)
-    for label in range(CLASSES):
-        (folder / f"class{label}").mkdir(parents=True)
-        for index in range(number):
-            pixels = random.integers(0, 256, (32, 32, 3)).astype(np.uint8)
-            Image.fromarray(pixels).save(folder / f"class{label}/{index}.png")
-
-
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_images(folder / "val", 6, 0)
-    write_images(folder / "other", 4, 1)
-    return folder
+def splits(tmp_path_factory):
+    classes = [f"class{label}" for label in range(CLASSES)]
+    return write_images(tmp_path_factory.mktemp("data"), {"val": 6, "other": 4}, classes)
 
 
 @pytest.fixture
 def model():
-    return make_model("vit_tiny_patch16_224", 1)
+    return seeded_model("vit_tiny_patch16_224", 1)
 
 
-def make_model(name, seed, **options):
+def seeded_model(name, seed, **options):
     torch.manual_seed(seed)
-    model = timm.create_model(name, **SMALL_VIT, **options).eval()
-    nn.init.normal_(model.head.weight, std=0.3)
-    return model
+    return make_model(name, **options)
 
 
 def save_as_train_py(model, name, file, mean=0.5, **more):
@@ -80,10 +67,10 @@ def nll(p, labels):
     return -np.log(p[np.arange(len(labels)), labels]).mean()
 
 
-def test_one_classifier(data, model, tmp_path):
+def test_one_classifier(splits, model, tmp_path):
     checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
-    result = evaluate([checkpoint], image_folder(data), inference=HERE)
-    p, labels = probabilities_and_labels(model, data / "val")
+    result = evaluate([checkpoint], image_folder(splits), inference=HERE)
+    p, labels = probabilities_and_labels(model, splits / "val")
     right = p.argmax(1) == labels
     bins = np.ceil(p.max(1) * 15).astype(int)
     gaps = [abs((right[bins == b] - p.max(1)[bins == b]).sum()) for b in range(16)]
@@ -94,15 +81,15 @@ def test_one_classifier(data, model, tmp_path):
     )
 
 
-def test_an_ensemble_of_models_with_preprocessings_of_their_own(data, model, tmp_path):
-    routed = make_model("vit_tiny_moe", 2)
+def test_an_ensemble_of_models_with_preprocessings_of_their_own(splits, model, tmp_path):
+    routed = seeded_model("vit_tiny_moe", 2)
     checkpoints = [
         save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar"),
         save_as_train_py(routed, "vit_tiny_moe", tmp_path / "b.pth.tar", mean=0.3),
     ]
-    result = evaluate(checkpoints, image_folder(data), inference=HERE)
-    p, labels = probabilities_and_labels(model, data / "val")
-    q, _ = probabilities_and_labels(routed, data / "val", mean=0.3)
+    result = evaluate(checkpoints, image_folder(splits), inference=HERE)
+    p, labels = probabilities_and_labels(model, splits / "val")
+    q, _ = probabilities_and_labels(routed, splits / "val", mean=0.3)
     error = ((p + q).argmax(1) != labels).mean()
     apart = (p.argmax(1) != q.argmax(1)).mean()
     cosine = (p * q).sum(1) / np.linalg.norm(p, axis=1) / np.linalg.norm(q, axis=1)
@@ -121,13 +108,13 @@ def test_an_ensemble_of_models_with_preprocessings_of_their_own(data, model, tmp
     assert apart > 0
 
 
-def test_members_of_ensembles_and_other_models_stand_side_by_side(data):
-    images = image_folder(data)
-    models = [make_model("vit_tiny_patch16_224", seed) for seed in (1, 2, 3)]
+def test_members_of_ensembles_and_other_models_stand_side_by_side(splits):
+    images = image_folder(splits)
+    models = [seeded_model("vit_tiny_patch16_224", seed) for seed in (1, 2, 3)]
     single = [evaluate([model], images, inference=HERE) for model in models]
     pairs = [evaluate(pair, images, inference=HERE) for pair in combinations(models, 2)]
     one, two, three = models
-    ensemble = make_model("vit_tiny_patch16_224", 4)
+    ensemble = seeded_model("vit_tiny_patch16_224", 4)
     ensemble.forward_members = lambda x: torch.stack([one(x), two(x)], 1)
     result = evaluate([ensemble, three], images, inference=HERE)
     assert result["members"] == 3
@@ -137,42 +124,42 @@ def test_members_of_ensembles_and_other_models_stand_side_by_side(data):
         assert result[name] == pytest.approx(sum(values[name] for values in pairs) / 3)
 
 
-def test_stated_preprocessing_is_what_images_go_through(data, model, tmp_path, capsys):
+def test_stated_preprocessing_is_what_images_go_through(splits, model, tmp_path, capsys):
     """As under validate.py with the same flags."""
     save_file(model.state_dict(), tmp_path / "a.safetensors")
     spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
     images = ["--mean", "0.3", "--std", "0.5", "0.5", "0.5", "--crop-pct", "1", "--interpolation", "bicubic"]
-    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(data), "-j", "0", "--device", "cpu"]
+    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), "-j", "0", "--device", "cpu"]
     assert main([*arguments, *spec, *images, "--json", str(tmp_path / "a.json")]) == 0
     written = json.loads((tmp_path / "a.json").read_text())
-    p, labels = probabilities_and_labels(model, data / "val", mean=0.3)
+    p, labels = probabilities_and_labels(model, splits / "val", mean=0.3)
     assert written["metrics"]["nll"] == pytest.approx(nll(p, labels), rel=1e-5)
     assert (written["mean"], written["crop_pct"]) == ([0.3], 1.0)
 
 
-def test_other_data_are_told_by_confidence(data, model, tmp_path):
+def test_other_data_are_told_by_confidence(splits, model, tmp_path):
     checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
-    result = evaluate([checkpoint], image_folder(data), image_folder(data, "other"), inference=HERE)
-    inside, outside = (probabilities_and_labels(model, data / name)[0].max(1) for name in ("val", "other"))
+    result = evaluate([checkpoint], image_folder(splits), image_folder(splits, "other"), inference=HERE)
+    inside, outside = (probabilities_and_labels(model, splits / name)[0].max(1) for name in ("val", "other"))
     assert result["ood_images"] == 20
     assert result["auroc"] == pytest.approx((inside[:, None] > outside).mean())
     threshold = np.sort(inside)[::-1][28]  # lets 29 of 30 pass, the first share of at least 95 %
     assert result["fpr_at_95"] == pytest.approx((outside >= threshold).mean())
 
 
-def test_autocast(data, model):
+def test_autocast(splits, model):
     precise, coarse = (
-        evaluate([model], image_folder(data), inference=Inference(30, 0, "cpu", dtype))
+        evaluate([model], image_folder(splits), inference=Inference(30, 0, "cpu", dtype))
         for dtype in (None, torch.bfloat16)
     )
     assert 0 < abs(precise["nll"] - coarse["nll"]) < 0.1
 
 
-def test_the_command(data, model, tmp_path, capsys):
+def test_the_command(splits, model, tmp_path, capsys):
     save_file(model.state_dict(), tmp_path / "a.safetensors")
     spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
-    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(data), "-j", "0", "--device", "cpu"]
-    arguments += ["--ood-data-dir", str(data / "other"), "--ood-split", "", "--json", str(tmp_path / "a.json"), *spec]
+    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), "-j", "0", "--device", "cpu"]
+    arguments += ["--ood-data-dir", str(splits / "other"), "--ood-split", "", "--json", str(tmp_path / "a.json"), *spec]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     written = json.loads((tmp_path / "a.json").read_text())
@@ -181,7 +168,7 @@ def test_the_command(data, model, tmp_path, capsys):
     assert f"top-1 accuracy           {1 - written['metrics']['error']:.2%}" in out
     assert written["metrics"]["ood_images"] == 20
     assert written["sources"] == [str(tmp_path / "a.safetensors")]
-    assert written["data_dir"] == str(data)
+    assert written["data_dir"] == str(splits)
     assert set(written["versions"]) == {"timm_moe", "timm", "torch"}
     assert main(arguments) == 1
     assert "a.json exists; pass --overwrite" in capsys.readouterr().err
@@ -193,20 +180,20 @@ def test_the_command(data, model, tmp_path, capsys):
     [
         (["--data-dir", "nowhere"], "There is no data folder nowhere."),
         (
-            ["--data-dir", "{data}", "--split", "test"],
+            ["--data-dir", "{splits}", "--split", "test"],
             "has no split 'test'; its folders begin with other, val: name one",
         ),
-        (["--data-dir", "{data}/val/class0", "--split", ""], "val/class0 has 1 classes, but a.pth.tar has 5."),
+        (["--data-dir", "{splits}/val/class0", "--split", ""], "val/class0 has 1 classes, but a.pth.tar has 5."),
         (["--data-dir", "empty", "--split", ""], "empty has no image of a class in its split ''"),
-        (["b.pth.tar", "--data-dir", "{data}"], "b.pth.tar has 3 classes, but a.pth.tar has 5: the members"),
-        (["c.pth.tar", "--data-dir", "{data}"], "c.pth.tar is neither a file nor a folder"),
-        (["--data-dir", "{data}", "--ood-data-dir", "nowhere"], "There is no data folder nowhere."),
-        (["--data-dir", "{data}", "--json", "a.pth.tar/a.json"], "a.pth.tar is a file, so a.pth.tar/a.json"),
-        (["--data-dir", "{data}", "--json", "empty"], "empty is a folder"),
-        (["--data-dir", "{data}", "--use-ema"], "a.pth.tar has no EMA weights"),
+        (["b.pth.tar", "--data-dir", "{splits}"], "b.pth.tar has 3 classes, but a.pth.tar has 5: the members"),
+        (["c.pth.tar", "--data-dir", "{splits}"], "c.pth.tar is neither a file nor a folder"),
+        (["--data-dir", "{splits}", "--ood-data-dir", "nowhere"], "There is no data folder nowhere."),
+        (["--data-dir", "{splits}", "--json", "a.pth.tar/a.json"], "a.pth.tar is a file, so a.pth.tar/a.json"),
+        (["--data-dir", "{splits}", "--json", "empty"], "empty is a folder"),
+        (["--data-dir", "{splits}", "--use-ema"], "a.pth.tar has no EMA weights"),
     ],
 )
-def test_errors_are_one_sentence_before_any_forward(data, model, tmp_path, monkeypatch, capsys, arguments, message):
+def test_errors_are_one_sentence_before_any_forward(splits, model, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     save_as_train_py(model, "vit_tiny_patch16_224", "a.pth.tar")
@@ -216,7 +203,7 @@ def test_errors_are_one_sentence_before_any_forward(data, model, tmp_path, monke
     torch.save(checkpoint, "b.pth.tar")
     monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run."))
     files = [argument for argument in arguments if argument.endswith(".pth.tar")]
-    options = [argument.format(data=data) for argument in arguments[len(files) :]]
+    options = [argument.format(splits=splits) for argument in arguments[len(files) :]]
     assert main(["evaluate", "a.pth.tar", *files, *options, "-j", "0", "--device", "cpu"]) == 1
     captured = capsys.readouterr()
     assert message in captured.err
@@ -226,9 +213,9 @@ def test_errors_are_one_sentence_before_any_forward(data, model, tmp_path, monke
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])  # whose end takes torch 10 seconds
 @pytest.mark.parametrize("keep", [0.5, 0])
-def test_an_image_that_cannot_be_read_is_named(data, model, tmp_path, workers, keep):
+def test_an_image_that_cannot_be_read_is_named(splits, model, tmp_path, workers, keep):
     """timm's own dataset would take the next image in its place."""
-    shutil.copytree(data / "val", tmp_path / "val")
+    shutil.copytree(splits / "val", tmp_path / "val")
     file = tmp_path / "val/class1/3.png"
     os.truncate(file, int(keep * file.stat().st_size))
     inference = Inference(batch_size=7, workers=workers, device="cpu")
@@ -236,8 +223,8 @@ def test_an_image_that_cannot_be_read_is_named(data, model, tmp_path, workers, k
         evaluate([model], image_folder(tmp_path, "val"), inference=inference)
 
 
-def test_an_image_that_does_not_match_its_checksum(data, model, tmp_path):
-    shutil.copytree(data / "val", tmp_path / "val")
+def test_an_image_that_does_not_match_its_checksum(splits, model, tmp_path):
+    shutil.copytree(splits / "val", tmp_path / "val")
     file = tmp_path / "val/class1/3.png"
     content = bytearray(file.read_bytes())
     content[content.index(b"IEND") - 5] ^= 1  # the last byte of the pixels' checksum
@@ -254,51 +241,51 @@ def test_an_image_that_does_not_match_its_checksum(data, model, tmp_path):
         ("classes.pkl", b"cos\nsystem\n(S'touch it_ran'\ntR.", "may run code when it is read"),
     ],
 )
-def test_damaged_class_maps(data, tmp_path, monkeypatch, name, content, message):
+def test_damaged_class_maps(splits, tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        image_folder(data, "val", str(tmp_path / name))
+        image_folder(splits, "val", str(tmp_path / name))
     assert os.listdir(tmp_path) == [name]
 
 
-def test_outputs_that_are_not_finite(data, model):
+def test_outputs_that_are_not_finite(splits, model):
     nn.init.constant_(model.head.bias, float("nan"))
     with pytest.raises(ValueError, match=r"VisionTransformer gives outputs that are NaN or Inf\."):
-        evaluate([model], image_folder(data), inference=HERE)
+        evaluate([model], image_folder(splits), inference=HERE)
 
 
-def test_without_torchmetrics(data, monkeypatch, capsys):
+def test_without_torchmetrics(splits, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     monkeypatch.delitem(sys.modules, "timm_moe.analysis.metrics", raising=False)
     monkeypatch.delitem(sys.modules, "timm_moe.analysis.evaluation", raising=False)
     monkeypatch.delattr("timm_moe.analysis.metrics", raising=False)
-    assert main(["evaluate", "a.pth.tar", "--data-dir", str(data)]) == 1
+    assert main(["evaluate", "a.pth.tar", "--data-dir", str(splits)]) == 1
     assert "pip install torchmetrics" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by_number", [False, True])
-def test_other_classes_of_the_same_number_are_warned_of(data, model, tmp_path, caplog, by_number):
+def test_other_classes_of_the_same_number_are_warned_of(splits, model, tmp_path, caplog, by_number):
     """By the names that the folder of the model states, wherever it was trained."""
     names = [f"class{label}" for label in range(CLASSES)]
     labels = {str(number): name for number, name in enumerate(names)} if by_number else names
     kwargs = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
     save_for_hf(model, str(tmp_path / "vit"), dict(label_names=labels), model_args=kwargs, safe_serialization=True)
-    evaluate([tmp_path / "vit"], image_folder(data, "val"), inference=HERE)
+    evaluate([tmp_path / "vit"], image_folder(splits, "val"), inference=HERE)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     (tmp_path / "val").mkdir()
     for name in (*names[:4], "elk"):
-        (tmp_path / "val" / name).symlink_to(data / "val" / "class0")
+        (tmp_path / "val" / name).symlink_to(splits / "val" / "class0")
     evaluate([tmp_path / "vit"], image_folder(tmp_path, "val"), inference=HERE)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "whose class 4 is class4 and not elk: the labels do not mean the same" in warning
 
 
-def test_progress_is_told(data, model, monkeypatch, caplog):
+def test_progress_is_told(splits, model, monkeypatch, caplog):
     monkeypatch.setattr("timm_moe.analysis.data.PROGRESS_INTERVAL", -1.0)
     with caplog.at_level("INFO", "timm_moe"):
-        evaluate([model], image_folder(data), inference=HERE)
-    assert f"{data / 'val'}: 7 of 30 images ..." in caplog.messages
+        evaluate([model], image_folder(splits), inference=HERE)
+    assert f"{splits / 'val'}: 7 of 30 images ..." in caplog.messages
 
 
 def test_benefits_of_the_papers_table_2(capsys):
@@ -316,7 +303,7 @@ def test_benefits_of_the_papers_table_2(capsys):
 
 
 def with_dropout(name="vit_small_moe", **options):
-    return make_model(name, 3, **{"expert_dropout": 0.5, **options})
+    return seeded_model(name, 3, **{"expert_dropout": 0.5, **options})
 
 
 @pytest.mark.parametrize(("name", "first"), [("vit_small_moe", 1), ("widenet_b", 0), ("vit_tiny_ewa_moe", 1)])
@@ -343,12 +330,12 @@ def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
             torch.testing.assert_close(model(x).unflatten(0, (4, 3)), alone[:, None].expand(-1, 3, -1))
 
 
-def test_mc_dropout_is_evaluated_as_members(data):
-    result = evaluate([with_dropout()], image_folder(data, "val"), inference=HERE, members=sampled_members(4))
+def test_mc_dropout_is_evaluated_as_members(splits):
+    result = evaluate([with_dropout()], image_folder(splits, "val"), inference=HERE, members=sampled_members(4))
     assert result["members"] == 4
     assert result["pairwise_kl"] > 0
     models = [with_dropout(), with_dropout("vit_tiny_ewa_moe")]
-    both = evaluate(models, image_folder(data, "val"), inference=HERE, members=sampled_members(2))
+    both = evaluate(models, image_folder(splits, "val"), inference=HERE, members=sampled_members(2))
     assert both["members"] == 4
 
 
@@ -360,12 +347,12 @@ def test_mc_dropout_is_evaluated_as_members(data):
         ("vmoe_pbe_s32", dict(num_experts=4), "has members of its own"),
     ],
 )
-def test_models_that_mc_dropout_cannot_sample_are_refused(data, name, options, message):
+def test_models_that_mc_dropout_cannot_sample_are_refused(splits, name, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate(
-            [make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, members=sampled_members(2)
+            [seeded_model(name, 1, **options)], image_folder(splits, "val"), inference=HERE, members=sampled_members(2)
         )
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
         evaluate(
-            [make_model(name, 1, **options)], image_folder(data, "val"), inference=HERE, members=sampled_members(1)
+            [seeded_model(name, 1, **options)], image_folder(splits, "val"), inference=HERE, members=sampled_members(1)
         )

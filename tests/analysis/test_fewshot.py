@@ -22,7 +22,7 @@ CLASSES, TRAIN, TEST = 3, 8, 5
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def colours(tmp_path_factory):
     """Classes of colours that are hard to tell apart."""
     return write_colours(tmp_path_factory.mktemp("colours"), distance=20)
 
@@ -39,8 +39,8 @@ def write_colours(folder, distance):
     return folder
 
 
-def folder_of(data):
-    return Folder("colours", image_folder(data, "train"), image_folder(data, "test"))
+def folder_of(colours):
+    return Folder("colours", image_folder(colours, "train"), image_folder(colours, "test"))
 
 
 @settings(max_examples=30)
@@ -86,14 +86,14 @@ def test_the_penalty_is_of_the_best_mean_rank():
     assert _best_penalty(torch.full((2, 4), 0.5)) == 0
 
 
-def test_accuracies_are_those_of_a_loop_by_hand(data):
+def test_accuracies_are_those_of_a_loop_by_hand(colours):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
-    results = fewshot([model], [folder_of(data)], (1, 4), draws=2, inference=HERE)
+    results = fewshot([model], [folder_of(colours)], (1, 4), draws=2, inference=HERE)
     assert [(result.shots, result.members) for result in results] == [(1, "joint"), (4, "joint")]
-    assert results == fewshot([model], [folder_of(data)], (1, 4), draws=2, inference=HERE)  # the draws repeat
+    assert results == fewshot([model], [folder_of(colours)], (1, 4), draws=2, inference=HERE)  # the draws repeat
 
     def features(split):
-        images = image_folder(data, split)
+        images = image_folder(colours, split)
         images.transform = timm.data.create_transform(**preprocessing(model))
         x, label = zip(*(images[index] for index in range(len(images))), strict=True)
         with torch.no_grad():
@@ -115,7 +115,7 @@ def test_accuracies_are_those_of_a_loop_by_hand(data):
         assert result.standard_error == pytest.approx(np.std(accuracy, ddof=1) / 2**0.5)
 
 
-def test_members_are_joined_or_take_part_one_by_one(data):
+def test_members_are_joined_or_take_part_one_by_one(colours):
     ensemble = timm.create_model("vmoe_pbe_s32", num_experts=4, **SMALL_VIT).eval()
     x = torch.randn(4, 3, 32, 32)
     with torch.no_grad():
@@ -126,11 +126,11 @@ def test_members_are_joined_or_take_part_one_by_one(data):
         )
         torch.testing.assert_close(ensemble.head(members), ensemble.forward_members(x))
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
-    results = fewshot([ensemble, dense], [folder_of(data)], (2,), draws=1, inference=HERE)
+    results = fewshot([ensemble, dense], [folder_of(colours)], (2,), draws=1, inference=HERE)
     assert [result.members for result in results] == ["joint", "disjoint", "weighted"]
     assert results[0].standard_error is None
-    alone = fewshot([dense], [folder_of(data)], (2,), draws=1, inference=HERE)
-    twice = fewshot([dense, dense], [folder_of(data)], (2,), draws=1, inference=HERE)
+    alone = fewshot([dense], [folder_of(colours)], (2,), draws=1, inference=HERE)
+    twice = fewshot([dense, dense], [folder_of(colours)], (2,), draws=1, inference=HERE)
     assert twice[1].accuracy == twice[2].accuracy == alone[0].accuracy  # the mean of two equal regressions
 
 
@@ -153,14 +153,14 @@ class Brightness(nn.Module):
 
 
 def test_a_member_counts_by_what_it_says_of_images_left_out(tmp_path):
-    data = write_colours(tmp_path, distance=80)
+    colours = write_colours(tmp_path, distance=80)
     members = [Brightness(noise=False), *(Brightness(noise=True) for _ in range(9))]
-    results = fewshot(members, [folder_of(data)], (6,), draws=2, inference=HERE)
+    results = fewshot(members, [folder_of(colours)], (6,), draws=2, inference=HERE)
     _, disjoint, weighted = results
     assert weighted.members == "weighted"
     features, labels = [], []
     for split in ("train", "test"):
-        images = image_folder(data, split)
+        images = image_folder(colours, split)
         images.transform = timm.data.create_transform(**preprocessing(members[0]))
         x, label = zip(*(images[index] for index in range(len(images))), strict=True)
         features.append([member.forward_features(torch.stack(x)) for member in members])
@@ -181,11 +181,11 @@ def test_a_member_counts_by_what_it_says_of_images_left_out(tmp_path):
     assert weighted.accuracy > disjoint.accuracy + 0.1
 
 
-def test_the_command_writes_what_it_prints(data, tmp_path, capsys):
+def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     timm.models.save_for_hf(model, str(tmp_path / "model"), safe_serialization=True)
     options = ["--split", "test", "--shots", "1", "2", "--draws", "2", "-j", "0", "--json", str(tmp_path / "out.json")]
-    folders = ["--data-dir", str(data), str(data)]
+    folders = ["--data-dir", str(colours), str(colours)]
     assert main(["fewshot", str(tmp_path / "model"), *folders, *options]) == 0
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
@@ -202,17 +202,17 @@ def test_the_command_writes_what_it_prints(data, tmp_path, capsys):
         (dict(draws=0), "shots and draws must be at least 1"),
     ],
 )
-def test_what_is_not_possible_is_said(data, options, message):
+def test_what_is_not_possible_is_said(colours, options, message):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     with pytest.raises(ValueError, match=message):
-        fewshot([model], [folder_of(data)], **{"shots": (1,), **options}, inference=HERE)
+        fewshot([model], [folder_of(colours)], **{"shots": (1,), **options}, inference=HERE)
 
 
-def test_a_class_without_images_is_named(data, tmp_path, capsys):
+def test_a_class_without_images_is_named(colours, tmp_path, capsys):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         for name in ("class0", "class1"):
-            (tmp_path / split / name).symlink_to(data / split / name)
+            (tmp_path / split / name).symlink_to(colours / split / name)
     (tmp_path / "map.txt").write_text("class0\nclass1\nclass2\n")
     options = ["--data-dir", str(tmp_path), "--split", "test", "--shots", "1", "-j", "0"]
     for extra, split in ((["--class-map", str(tmp_path / "map.txt")], "train"), ([], "test")):
@@ -227,12 +227,12 @@ def test_a_class_without_images_is_named(data, tmp_path, capsys):
     assert fewshot([model], [folder_of(tmp_path)], (1,), draws=1, inference=HERE)
 
 
-def test_other_classes_and_models_without_features_are_refused(data, tmp_path):
+def test_other_classes_and_models_without_features_are_refused(colours, tmp_path):
     for name in ("class0", "class1"):
         (tmp_path / "train").mkdir(exist_ok=True)
-        (tmp_path / "train" / name).symlink_to(data / "train" / name)
+        (tmp_path / "train" / name).symlink_to(colours / "train" / name)
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    other = Folder("two", image_folder(tmp_path, "train"), image_folder(data, "test"))
+    other = Folder("two", image_folder(tmp_path, "train"), image_folder(colours, "test"))
     with pytest.raises(ValueError, match="two has other classes among its test images"):
         fewshot([model], [other], (1,), inference=HERE)
 
@@ -242,7 +242,7 @@ def test_other_classes_and_models_without_features_are_refused(data, tmp_path):
             self.pretrained_cfg = model.pretrained_cfg
 
     with pytest.raises(ValueError, match="is a Plain, which does not give the features"):
-        fewshot([Plain()], [folder_of(data)], (1,), inference=HERE)
+        fewshot([Plain()], [folder_of(colours)], (1,), inference=HERE)
     nn.init.constant_(model.norm.weight, float("nan"))
     with pytest.raises(ValueError, match="gives features that are NaN"):
-        fewshot([model], [folder_of(data)], (1,), inference=HERE)
+        fewshot([model], [folder_of(colours)], (1,), inference=HERE)

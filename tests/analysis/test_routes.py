@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT_KWARGS
-from observations import HERE, make_model, write_images
+from common import SMALL_VIT_KWARGS, make_model, write_images
+from observations import HERE
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -25,14 +25,16 @@ CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_images(folder / "val", CLASSES, [4, 5, 4, 5, 4])
+def splits(tmp_path_factory):
+    """Write four or five images of each class."""
+    folder = write_images(tmp_path_factory.mktemp("data"), {"val": 5}, CLASSES)
+    for name in CLASSES[::2]:
+        (folder / "val" / name / "4.png").unlink()
     return folder
 
 
-def routes_of(model, data):
-    images = image_folder(data)
+def routes_of(model, splits):
+    images = image_folder(splits)
     return collect_routes(*load_classifiers([model], images, inference=HERE), images, HERE)
 
 
@@ -44,14 +46,14 @@ def routes_of(model, data):
         ("vimoe_s14", dict(num_experts=6, moe_layers="1,3"), "image"),
     ],
 )
-def test_shares_are_those_of_the_largest_logits(data, name, options, unit):
+def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
     model = make_model(name, **options)
     inputs = {path: [] for path in moe_layers(model)}
     handles = [
         layer.router.register_forward_pre_hook(lambda _, args, path=path: inputs[path].append(args[0]))
         for path, layer in moe_layers(model).items()
     ]
-    all_routes = routes_of(model, data)
+    all_routes = routes_of(model, splits)
     for handle in handles:
         handle.remove()
     top_k, experts = options.get("top_k", 1), options["num_experts"]
@@ -77,18 +79,18 @@ def test_shares_are_those_of_the_largest_logits(data, name, options, unit):
         assert not router._forward_hooks
 
 
-def test_a_layer_that_is_called_twice_has_two_panels(data):
+def test_a_layer_that_is_called_twice_has_two_panels(splits):
     model = make_model(moe_layers="1,2")
     model.blocks[3].mlp = model.blocks[1].mlp
-    all_routes = routes_of(model, data)
+    all_routes = routes_of(model, splits)
     assert [routes.layer for routes in all_routes] == ["blocks.1.mlp (call 1)", "blocks.2.mlp", "blocks.1.mlp (call 2)"]
     assert not torch.equal(all_routes[0].count_IE, all_routes[2].count_IE)
     assert summarize_all(all_routes, 0.1)["routing_degree"] == 4**3
 
 
-def test_classes_without_images_are_left_out(data, tmp_path):
+def test_classes_without_images_are_left_out(splits, tmp_path):
     (tmp_path / "classes.txt").write_text("\n".join(["nothing", *CLASSES]))
-    images = image_folder(data, class_map=str(tmp_path / "classes.txt"))
+    images = image_folder(splits, class_map=str(tmp_path / "classes.txt"))
     models = load_classifiers([make_model(num_classes=6)], images, inference=HERE)
     (first, _) = collect_routes(*models, images, HERE)
     assert first.classes == CLASSES
@@ -173,18 +175,18 @@ def test_plots_of_all_sizes(tmp_path, layers, classes, experts):
     assert 300 < height < 3300
 
 
-def command(folder, model, name, data, *options):
+def command(folder, model, name, splits, *options):
     save_file(model.state_dict(), folder / "a.safetensors")
     spec = ["--model", name, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
     return [
-        *("routes", str(folder / "a.safetensors"), "--data-dir", str(data), str(folder / "out")),
+        *("routes", str(folder / "a.safetensors"), "--data-dir", str(splits), str(folder / "out")),
         *("-j", "0", "--device", "cpu", *options, *spec),
     ]
 
 
-def test_the_command(data, tmp_path, capsys):
+def test_the_command(splits, tmp_path, capsys):
     model = make_model()
-    arguments = command(tmp_path, model, "vit_tiny_moe", data, "--threshold", "-1")
+    arguments = command(tmp_path, model, "vit_tiny_moe", splits, "--threshold", "-1")
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "routing degree 16" in out
@@ -196,7 +198,7 @@ def test_the_command(data, tmp_path, capsys):
     with open(tmp_path / "out/routes.csv") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["share"]) for row in rows if row["layer"] == "blocks.3.mlp"] == pytest.approx(
-        routes_of(model, data)[1].share_CE().flatten().tolist(), rel=1e-6
+        routes_of(model, splits)[1].share_CE().flatten().tolist(), rel=1e-6
     )
     assert {row["class"] for row in rows} == set(CLASSES)
     assert sorted(path.name for path in (tmp_path / "out").iterdir())[:2] == ["routes.csv", "routes.json"]
@@ -205,9 +207,9 @@ def test_the_command(data, tmp_path, capsys):
     assert main([*arguments, "--overwrite"]) == 0
 
 
-def test_without_matplotlib_all_but_the_plot_is_written(data, tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_all_but_the_plot_is_written(splits, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(command(tmp_path, make_model(), "vit_tiny_moe", data)) == 0
+    assert main(command(tmp_path, make_model(), "vit_tiny_moe", splits)) == 0
     assert "needs matplotlib: pip install 'timm_moe[evaluate]'." in caplog.text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["routes.csv", "routes.json"]
 
@@ -219,16 +221,16 @@ def test_without_matplotlib_all_but_the_plot_is_written(data, tmp_path, monkeypa
         ("vit_tiny_ewa_moe", "All expert layers of this model are random partitions"),
     ],
 )
-def test_models_without_routers(data, tmp_path, monkeypatch, capsys, name, message):
-    arguments = command(tmp_path, make_model(name), name, data)
+def test_models_without_routers(splits, tmp_path, monkeypatch, capsys, name, message):
+    arguments = command(tmp_path, make_model(name), name, splits)
     monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("The model was run."))
     assert main(arguments) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_where_nothing_can_be_written(data, tmp_path, capsys):
-    arguments = ["routes", "missing.pth", "--data-dir", str(data)]
+def test_where_nothing_can_be_written(splits, tmp_path, capsys):
+    arguments = ["routes", "missing.pth", "--data-dir", str(splits)]
     (tmp_path / "file").touch()
     assert main([*arguments, str(tmp_path / "file")]) == 1
     assert main([*arguments, str(tmp_path / "file/where")]) == 1

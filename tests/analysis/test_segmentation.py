@@ -5,13 +5,11 @@ import json
 
 import numpy as np
 import pytest
-import timm
 import torch
-from common import SMALL_VIT
+from common import make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference
@@ -33,7 +31,7 @@ def write(file, pixels):
 
 
 @pytest.fixture
-def data(tmp_path):
+def masked(tmp_path):
     """Images of 48 x 40 pixels whose brightness is that of their labels; of each, one corner has no class."""
     random = np.random.default_rng(0)
     for name in ("a", "b", "c", "city/d"):
@@ -44,15 +42,12 @@ def data(tmp_path):
     return tmp_path
 
 
-def make_model(name="vimoe_s14", **options):
-    model = timm.create_model(name, **{**SMALL_VIT, "num_classes": 0, "num_experts": 4, **options}).eval()
-    for layer in moe_layers(model).values():
-        nn.init.normal_(layer.router.weight)
-    return model
+def backbone(name="vimoe_s14", **options):
+    return make_model(name, **{"num_classes": 0, "num_experts": 4, **options})
 
 
-def masked_images(data, model, classes=NAMES):
-    return MaskedImages(data / "images", data / "masks", preprocessing(model), classes, VOID)
+def masked_images(masked, model, classes=NAMES):
+    return MaskedImages(masked / "images", masked / "masks", preprocessing(model), classes, VOID)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.data())
@@ -67,9 +62,9 @@ def test_majority_of_a_patch(batch, rows, columns, side, data):
                 assert majority[image, row, column] == patch.flatten().bincount().argmax()
 
 
-def test_images_and_masks_stay_aligned(data):
-    images = masked_images(data, make_model(img_size=(24, 64)))
-    assert [image.relative_to(data).as_posix() for image, _ in images.pairs][-1] == "images/city/d.jpg"
+def test_images_and_masks_stay_aligned(masked):
+    images = masked_images(masked, backbone(img_size=(24, 64)))
+    assert [image.relative_to(masked).as_posix() for image, _ in images.pairs][-1] == "images/city/d.jpg"
     for image, labels in images:
         assert image.shape == (3, 24, 64)
         assert labels.shape == (24, 64)
@@ -90,12 +85,12 @@ def test_images_and_masks_stay_aligned(data):
         ("vmoe_pbe_b32", dict(num_experts=4, ensemble_size=2, top_k=1), 2),
     ],
 )
-def test_patches_are_counted_by_their_label(data, name, options, members):
-    model = make_model(name, moe_layers="3", **options)
+def test_patches_are_counted_by_their_label(masked, name, options, members):
+    model = backbone(name, moe_layers="3", **options)
     ((path, layer),) = moe_layers(model).items()
     seen = []
     layer.router.register_forward_hook(lambda _, args, routing: seen.append(routing.experts().view(len(args[0]), -1)))
-    images = masked_images(data, model)
+    images = masked_images(masked, model)
     (routes,) = collect_patch_routes(model, images, HERE)
     tokens = model.num_prefix_tokens + model.patch_embed.num_patches
     chosen = torch.cat(seen).view(len(images), members, tokens, -1)
@@ -119,31 +114,31 @@ def test_patches_are_counted_by_their_label(data, name, options, members):
     assert (routes.images(), len(routes.labels)) == (len(images), patches)
 
 
-def command(data, model, *options):
-    export_moe(model, data / "model", overwrite=True)
-    where = ["--data-dir", str(data / "images"), "--segmentation", str(data / "masks")]
-    return ["routes", str(data / "model"), str(data / "out"), *where, "-j", "0", "--device", "cpu", *options]
+def command(masked, model, *options):
+    export_moe(model, masked / "model", overwrite=True)
+    where = ["--data-dir", str(masked / "images"), "--segmentation", str(masked / "masks")]
+    return ["routes", str(masked / "model"), str(masked / "out"), *where, "-j", "0", "--device", "cpu", *options]
 
 
-def test_the_command(data, capsys):
-    (data / "classes.txt").write_text("\n".join(NAMES))
-    model = make_model(routing_unit="token")
-    options = ["--ignore-index", str(VOID), "--class-map", str(data / "classes.txt")]
-    assert main(command(data, model, *options)) == 0
-    routes = collect_patch_routes(model, masked_images(data, model), HERE)
+def test_the_command(masked, capsys):
+    (masked / "classes.txt").write_text("\n".join(NAMES))
+    model = backbone(routing_unit="token")
+    options = ["--ignore-index", str(VOID), "--class-map", str(masked / "classes.txt")]
+    assert main(command(masked, model, *options)) == 0
+    routes = collect_patch_routes(model, masked_images(masked, model), HERE)
     assert f"images 4, patches {len(routes[0].labels)}, experts of an image" in capsys.readouterr().out
-    written = json.loads((data / "out/routes.json").read_text())
+    written = json.loads((masked / "out/routes.json").read_text())
     assert (written["images"], written["patches"]) == (4, len(routes[0].labels))
-    assert (written["segmentation"], written["ignore_index"], written["split"]) == (str(data / "masks"), VOID, None)
-    with open(data / "out/routes.csv") as file:
+    assert (written["segmentation"], written["ignore_index"], written["split"]) == (str(masked / "masks"), VOID, None)
+    with open(masked / "out/routes.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["layer"] == routes[1].layer]
     assert [float(row["share"]) for row in rows] == pytest.approx(routes[1].share_CE().flatten().tolist(), rel=1e-6)
     assert [row["class"] for row in rows[::4]] == NAMES
 
 
-def test_without_names_classes_are_their_numbers(data):
-    model = make_model(routing_unit="token")
-    assert collect_patch_routes(model, masked_images(data, model, classes=None), HERE)[0].classes == ["0", "1", "2"]
+def test_without_names_classes_are_their_numbers(masked):
+    model = backbone(routing_unit="token")
+    assert collect_patch_routes(model, masked_images(masked, model, classes=None), HERE)[0].classes == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -166,17 +161,17 @@ def test_without_names_classes_are_their_numbers(data):
     ],
 )
 @pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.ci)])
-def test_bad_data(data, capsys, workers, file, pixels, message):
-    (data / "classes.txt").write_text("\n".join(NAMES))
+def test_bad_data(masked, capsys, workers, file, pixels, message):
+    (masked / "classes.txt").write_text("\n".join(NAMES))
     if isinstance(pixels, bytes):
-        (data / file).write_bytes(pixels)
+        (masked / file).write_bytes(pixels)
     else:
-        write(data / file, pixels)
-    options = ["--ignore-index", str(VOID), "--class-map", str(data / "classes.txt"), "-j", workers]
-    assert main(command(data, make_model(routing_unit="token"), *options)) == 1
+        write(masked / file, pixels)
+    options = ["--ignore-index", str(VOID), "--class-map", str(masked / "classes.txt"), "-j", workers]
+    assert main(command(masked, backbone(routing_unit="token"), *options)) == 1
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert message in error
-    assert not (data / "out").exists()
+    assert not (masked / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -189,38 +184,38 @@ def test_bad_data(data, capsys, workers, file, pixels, message):
         (["--data-dir", "."], "has no image: their names end in .png, "),
     ],
 )
-def test_bad_options(data, monkeypatch, capsys, options, message):
-    (data / "empty").mkdir()
-    monkeypatch.chdir(data / "empty")
-    assert main(command(data, make_model(routing_unit="token"), *options)) == 1
+def test_bad_options(masked, monkeypatch, capsys, options, message):
+    (masked / "empty").mkdir()
+    monkeypatch.chdir(masked / "empty")
+    assert main(command(masked, backbone(routing_unit="token"), *options)) == 1
     assert message in capsys.readouterr().err
 
 
-def test_an_ignored_label_needs_masks(data, capsys):
-    assert main(["routes", "model", "out", "--data-dir", str(data), "--ignore-index", "9"]) == 1
+def test_an_ignored_label_needs_masks(masked, capsys):
+    assert main(["routes", "model", "out", "--data-dir", str(masked), "--ignore-index", "9"]) == 1
     assert "name the folder of the masks with --segmentation." in capsys.readouterr().err
 
 
-def test_masks_without_classes(data):
-    for _, mask in pair_files(data / "images", data / "masks"):
+def test_masks_without_classes(masked):
+    for _, mask in pair_files(masked / "images", masked / "masks"):
         write(mask, np.full((40, 48), VOID))
-    model = make_model(routing_unit="token")
+    model = backbone(routing_unit="token")
     with pytest.raises(ValueError, match="the label 9, so no patch has a class"):
-        collect_patch_routes(model, masked_images(data, model), HERE)
+        collect_patch_routes(model, masked_images(masked, model), HERE)
 
 
-def test_models_whose_tokens_are_no_patches(data):
-    model = make_model("vit_tiny_moe")
+def test_models_whose_tokens_are_no_patches(masked):
+    model = backbone("vit_tiny_moe")
     model.num_prefix_tokens = 0
     with pytest.raises(ValueError, match="routes 17 rows of an image, which are not its 16 patches and 0 other tokens"):
-        collect_patch_routes(model, masked_images(data, model), HERE)
+        collect_patch_routes(model, masked_images(masked, model), HERE)
     del model.num_prefix_tokens
     with pytest.raises(ValueError, match="does not say which of its tokens are which patches"):
-        collect_patch_routes(model, masked_images(data, model), HERE)
+        collect_patch_routes(model, masked_images(masked, model), HERE)
 
 
 def test_a_folder_of_a_backbone_is_opened_without_a_classifier(tmp_path):
-    model = make_model()
+    model = backbone()
     export_moe(model, tmp_path / "model")
     loaded = load_source(tmp_path / "model")
     assert loaded.num_classes == 0

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import socket
 
 import pytest
 import timm
@@ -55,19 +54,7 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory):
-    """A client whose Hub is not there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    folder = tmp_path_factory.mktemp("offline")
-    worker = Worker(folder, client_environment(folder, url))
-    yield worker, url
-    worker.stop()
-
-
-@pytest.fixture(scope="module")
-def process(server, offline, tmp_path_factory):  # the two start at the same time
+def process(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("client")
     worker = Worker(folder, client_environment(folder, server.url))
     yield worker

@@ -56,7 +56,7 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def data(**options):
+def loader(**options):
     generator = torch.Generator().manual_seed(1)
     images, labels = torch.randn(24, 3, 32, 32, generator=generator), torch.randint(5, (24,), generator=generator)
     return DataLoader(TensorDataset(images, labels), BATCH, **{"generator": torch.Generator(), **options})
@@ -64,7 +64,7 @@ def data(**options):
 
 def shuffled():
     """In an order that the global generator draws."""
-    return data(shuffle=True, generator=None)
+    return loader(shuffle=True, generator=None)
 
 
 def trainer(*callbacks, library=lightning, callback=True, **options):
@@ -89,7 +89,7 @@ def plain_loop(module, accumulated, after_step=lambda: None):
     if any(isinstance(layer, EwaMlp) for layer in moe_layers(module).values()):
         ExpertWeightAveraging(module.model, optimizer, total_updates=12 // accumulated)
     torch.manual_seed(3)
-    for number, batch in enumerate([batch for _ in range(2) for batch in data()], start=1):
+    for number, batch in enumerate([batch for _ in range(2) for batch in loader()], start=1):
         loss = module.training_step(batch, 0) + auxiliary_loss(module.model)
         (loss / accumulated).backward()
         if number % accumulated == 0:
@@ -104,7 +104,7 @@ def test_fit_is_the_plain_loop(name, options, accumulated, tmp_path):
     reference, module = Classifier(name, options).train(), Classifier(name, options)
     plain_loop(reference, accumulated)
     fit = trainer(Seed(), accumulate_grad_batches=accumulated, logger=CSVLogger(tmp_path))
-    fit.fit(module, data())
+    fit.fit(module, loader())
     assert largest_difference(module, reference) == 0.0
     with open(f"{fit.logger.log_dir}/metrics.csv") as file:
         rows = list(csv.DictReader(file))
@@ -142,7 +142,7 @@ def its_own(module, batch, batch_idx):
 def test_router_losses_are_added_once(returned):
     reference, module = Classifier(*ROUTED).train(), Variant(returned)
     plain_loop(reference, 1)
-    trainer(Seed()).fit(module, data())
+    trainer(Seed()).fit(module, loader())
     assert largest_difference(module, reference) == 0.0
 
 
@@ -156,7 +156,7 @@ def test_router_losses_of_every_forward_of_a_step():
 
     modules = [Variant(two), Variant(two_and_their_losses)]
     for module in modules:
-        trainer(Seed(), max_epochs=1).fit(module, data())
+        trainer(Seed(), max_epochs=1).fit(module, loader())
     assert largest_difference(*modules) < 1e-5
 
 
@@ -169,7 +169,7 @@ def test_a_batch_may_be_left_out():
 
     module = Variant(sometimes)
     fit = trainer()
-    fit.fit(module, data())
+    fit.fit(module, loader())
     assert fit.global_step == 12
 
 
@@ -190,10 +190,10 @@ class Manual(Classifier):
 
 def test_manual_optimization_adds_the_losses_itself():
     with pytest.raises(RuntimeError, match="were not added to the training loss"):
-        trainer().fit(Manual(*ROUTED), data())
+        trainer().fit(Manual(*ROUTED), loader())
     reference, module = Classifier(*ROUTED).train(), Manual(*ROUTED, adds=True)
     plain_loop(reference, 1)
-    trainer(Seed()).fit(module, data())
+    trainer(Seed()).fit(module, loader())
     assert largest_difference(module, reference) == 0.0
 
 
@@ -208,14 +208,14 @@ class SteppingLate(Manual):
 
 def test_a_loss_that_manual_optimization_returns_comes_too_late_for_more():
     with pytest.raises(RuntimeError, match="were not added to the training loss"):
-        trainer().fit(SteppingLate(*ROUTED), data())
+        trainer().fit(SteppingLate(*ROUTED), loader())
 
 
 def test_manual_optimization_is_averaged_and_told_for_how_many_steps():
     reference, module = Classifier(*EWA).train(), Manual(*EWA)
     plain_loop(reference, 1)
     with pytest.warns(UserWarning, match="reaches its end after 12 steps of the optimizer"):
-        trainer(Seed()).fit(module, data())
+        trainer(Seed()).fit(module, loader())
     assert largest_difference(module, reference) == 0.0
 
 
@@ -228,10 +228,10 @@ def test_nothing_is_left_after_fit_or_an_exception():
     for module, error in ((Variant(failing, *EWA), ArithmeticError), (Classifier(*ROUTED), None)):
         fit = trainer()
         if error is None:
-            fit.fit(module, data())
+            fit.fit(module, loader())
         else:
             with pytest.raises(error):
-                fit.fit(module, data())
+                fit.fit(module, loader())
         assert "training_step" not in vars(module)
         assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
 
@@ -248,7 +248,7 @@ def test_a_search_that_left_training_is_cleared_away():
             assert pl_module.training_step.__wrapped__ is Classifier.training_step
 
     fit = trainer(Search(), callback, callback=False)
-    fit.fit(module, data())
+    fit.fit(module, loader())
     assert "training_step" not in vars(module)
     assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
 
@@ -272,10 +272,10 @@ class Copying(lightning.Callback):
 
 def test_a_copy_made_in_training_trains_itself():
     copying = Copying()
-    trainer(copying, max_epochs=1).fit(module := Classifier(*ROUTED), data())
+    trainer(copying, max_epochs=1).fit(module := Classifier(*ROUTED), loader())
     for copied in copying.copies:
         assert largest_difference(module, copied) == 0.0
-        trainer(max_epochs=1).fit(copied, data())
+        trainer(max_epochs=1).fit(copied, loader())
         assert largest_difference(module, copied) > 0
 
 
@@ -320,7 +320,7 @@ def test_the_ema_is_of_the_averaged_weights(tmp_path):
     reference, module = Classifier(*EWA).train(), Classifier(*EWA)
     ema = AveragedModel(reference, avg_fn=get_ema_avg_fn(0.5))
     plain_loop(reference, 1, lambda: ema.update_parameters(reference))
-    trainer(Seed(), *averaging_weights()).fit(module, data())
+    trainer(Seed(), *averaging_weights()).fit(module, loader())
     assert largest_difference(module, ema.module) == 0.0
     whole, part = resumed(Classifier, EWA, tmp_path, lambda: [shuffled(), shuffled()], averaging_weights)
     assert largest_difference(whole, part) == 0.0
@@ -328,18 +328,18 @@ def test_the_ema_is_of_the_averaged_weights(tmp_path):
 
 def test_only_fit_takes_the_random_state_of_a_checkpoint(tmp_path):
     module, fit = Classifier(*EWA), trainer(max_epochs=1)
-    fit.fit(module, data(), data())
+    fit.fit(module, loader(), loader())
     fit.save_checkpoint(tmp_path / "last.ckpt")
     torch.manual_seed(9)
     before = torch.get_rng_state()
     for run in (fit.validate, fit.test, fit.predict):
-        run(module, data(), ckpt_path=tmp_path / "last.ckpt")
+        run(module, loader(), ckpt_path=tmp_path / "last.ckpt")
         assert (torch.get_rng_state() == before).all()
-    predicted = torch.cat(fit.predict(module, data()))
+    predicted = torch.cat(fit.predict(module, loader()))
     export_dense(module.model, tmp_path / "dense")
     dense = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True).eval()
     with torch.inference_mode():
-        outputs = torch.cat([dense(batch[0]) for batch in data()])
+        outputs = torch.cat([dense(batch[0]) for batch in loader()])
     assert torch.allclose(outputs, predicted, atol=1e-5)
 
 
@@ -373,7 +373,7 @@ def test_a_checkpoint_of_more_processes_is_told():
 def test_a_run_of_unknown_length_is_told(options, callbacks, message):
     fit, module = trainer(*callbacks, **options), Classifier(*EWA)
     with pytest.raises(ValueError, match=message):
-        fit.fit(module, data())
+        fit.fit(module, loader())
     assert "training_step" not in vars(module)
 
 
@@ -386,14 +386,14 @@ class Averaged(Classifier):
 
 def test_an_optimizer_keeps_its_own_averaging():
     fit, module = trainer(), Averaged(*EWA)
-    fit.fit(module, data())
+    fit.fit(module, loader())
     assert ExpertWeightAveraging.of(fit.optimizers[0]) is module.averaging
     assert module.averaging.updates == 12
     assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(0.3)
 
 
 def test_fast_dev_run():
-    trainer(fast_dev_run=True).fit(Classifier(*ROUTED), data(), data())
+    trainer(fast_dev_run=True).fit(Classifier(*ROUTED), loader(), loader())
 
 
 def test_a_trainer_of_pytorch_lightning_takes_it_too():
@@ -405,7 +405,7 @@ def test_a_trainer_of_pytorch_lightning_takes_it_too():
     reference, module = Classifier(*ROUTED).train(), Module()
     module.model = copy.deepcopy(reference.model)
     plain_loop(reference, 1)
-    trainer(Seed(), library=library).fit(module, data())
+    trainer(Seed(), library=library).fit(module, loader())
     assert largest_difference(module, reference) == 0.0
 
 

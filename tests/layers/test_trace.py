@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from routed_loop import make_model
+from routed_loop import routed_model
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from routed_loop import make_model
     ],
 )
 def test_a_trace_has_the_capacities_of_each_batch(name, options):
-    model = make_model(name, **options).eval()
+    model = routed_model(name, **options).eval()
     images = torch.randn(7, 3, 32, 32)
     traced = torch.jit.trace(model, images[:2])
     for part in (images, images[:3], images[:1]):

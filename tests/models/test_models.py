@@ -1,14 +1,12 @@
 """Registered names and every road by which weights reach them."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import timm
 import torch
 from common import SMALL_VIT
+from processes import run_code
 from safetensors.torch import save_file
 from timm.layers import set_fused_attn
 from timm.models import create_feature_extractor, get_arch_pretrained_cfgs, save_for_hf
@@ -151,7 +149,8 @@ model = timm.create_model("vit_tiny_ewa_moe.augreg_in21k", pretrained=True, cach
     pretrained_cfg_overlay=dict(num_classes=5), **{SMALL_VIT!r})
 torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {str(tmp_path / "out.pt")!r})
 """
-    run_python(code, HF_HUB_OFFLINE="1")
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "out.pt"), dense_vit(images))
 
 
@@ -179,12 +178,6 @@ def test_resized_images_channels_and_classes_compose_with_upcycling(dense_file, 
     model.head.load_state_dict(dense.head.state_dict())
     x = torch.randn(2, 1, 48, 48)
     assert torch.equal(model(x), dense(x))
-
-
-def run_python(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # --- routed experts

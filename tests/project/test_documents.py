@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from common import write_images
 from documents import LANGUAGES, PAGES, ROOT, blocks_of
 from hub_server import hub_server
 from PIL import Image
@@ -285,16 +286,6 @@ def test_every_command_reads_its_options(page):
 # --- slow: every section runs
 
 
-def write_images(folder):
-    random = np.random.default_rng(0)
-    for split in ("train", "validation", "test"):
-        for label in ("apple", "bear", "cat"):
-            (folder / split / label).mkdir(parents=True)
-            for index in range(4):
-                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / split / label / f"{index}.png")
-
-
 def write_masks(folder, places):
     for images, masks in places.items():
         for name, shape in ((images, (32, 32, 3)), (masks, (32, 32))):
@@ -313,16 +304,15 @@ def write_checkpoint(file, name, options):
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    write_images(folder)
-    return folder
+def splits(tmp_path_factory):
+    images_per_class = {"train": 4, "validation": 4, "test": 4}
+    return write_images(tmp_path_factory.mktemp("images"), images_per_class, ("apple", "bear", "cat"))
 
 
-def write_named(folder, images, text):
+def write_named(folder, splits, text):
     """Write the files that a text names."""
     for name in IMAGES:
-        (folder / name).symlink_to(images)
+        (folder / name).symlink_to(splits)
     for name, (model, options) in CHECKPOINTS.items():
         if name in text:
             write_checkpoint(folder / name, model, options)
@@ -381,9 +371,9 @@ def test_a_quick_section_runs(section, tmp_path):
 @pytest.mark.parametrize(
     "section", [section for section in SECTIONS if section not in QUICK and any(steps_of(section))]
 )
-def test_a_section_runs(section, images, hub, tmp_path):
+def test_a_section_runs(section, splits, hub, tmp_path):
     text = "".join(block.text + str(block.commands) for block in SECTIONS[section]) + BEFORE.get(section, "")
     if not SCRIPTS and any(f"python {script}" in text for script in ("train.py", "validate.py", "onnx_export.py")):
         pytest.skip("TIMM_SCRIPTS names no folder with timm's train.py")
-    write_named(tmp_path, images, text)
+    write_named(tmp_path, splits, text)
     run(section, tmp_path, modules=IMPORTED, settings=hub)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import SMALL_VIT
-from observations import HERE, make_model, observed
+from common import SMALL_VIT, make_model
+from observations import HERE, observed
 from PIL import Image
 from torch import nn
 
@@ -28,10 +28,10 @@ from timm_moe.training.epoch_log import relative_distance_to_mean
         ("vmoe_mimo_s32", dict(num_experts=4)),
     ],
 )
-def test_it_sees_what_evaluate_and_routes_do(name, options, data):
+def test_it_sees_what_evaluate_and_routes_do(name, options, splits):
     model = make_model(name, **{**SMALL_VIT, **options})
-    images, other = image_folder(data), image_folder(data, "other")
-    seen = observed(model, data, other)
+    images, other = image_folder(splits), image_folder(splits, "other")
+    seen = observed(model, splits, other)
     expected = evaluate([model], images, other, inference=HERE)
     assert seen.figures == pytest.approx(expected, nan_ok=True)
     assert len(seen.confidence) == 20
@@ -45,11 +45,11 @@ def test_it_sees_what_evaluate_and_routes_do(name, options, data):
         assert layer.expert_SMP.shape == layer.gate_SMP.shape == (min(SHOWN, 20), layer.routes.members, 16)
 
 
-def test_patches_experts_and_pairs_are_those_of_the_routers(data):
+def test_patches_experts_and_pairs_are_those_of_the_routers(splits):
     model = make_model(top_k=1, capacity_factor=None)
     model.pretrained_cfg["crop_pct"] = 1.0
-    seen = observed(model, data)
-    files = [name for name, _ in image_folder(data).reader.samples]
+    seen = observed(model, splits)
+    files = [name for name, _ in image_folder(splits).reader.samples]
     images = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])
     assert torch.equal(seen.shown_pixels, images[seen.shown].permute(0, 3, 1, 2))
     inputs = {}
@@ -78,11 +78,11 @@ def test_patches_experts_and_pairs_are_those_of_the_routers(data):
     assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
 
 
-def test_a_full_expert_does_not_hide_that_the_others_are_idle(data):
+def test_a_full_expert_does_not_hide_that_the_others_are_idle(splits):
     model = make_model(top_k=1, capacity_factor=1.0, eval_capacity_factor=1.0)
     for layer in timm_moe.moe_layers(model).values():
         nn.init.zeros_(layer.router.weight)  # all rows choose the first expert
-    seen = observed(model, data)
+    seen = observed(model, splits)
     assert seen.layers[0].routes.load().tolist() == [1, 0, 0, 0]
     assert seen.layers[0].dropped > 200
     assert seen.layers[0].expert_SMP.max() == 4  # of a patch that was dropped
@@ -91,8 +91,8 @@ def test_a_full_expert_does_not_hide_that_the_others_are_idle(data):
     assert "of them found no place" in told
 
 
-def test_every_member_of_an_ensemble_has_its_patches(data):
-    seen = observed(make_model("vmoe_pbe_s32", num_experts=4), data)
+def test_every_member_of_an_ensemble_has_its_patches(splits):
+    seen = observed(make_model("vmoe_pbe_s32", num_experts=4), splits)
     layer = seen.layers[0]
     assert all(layer.surest)
     own = [layer.expert_SMP[:, member].unique().tolist() for member in range(2)]
@@ -102,8 +102,8 @@ def test_every_member_of_an_ensemble_has_its_patches(data):
     assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
 
 
-def test_experts_that_are_alike_are_called_so(data, ewa_vit):
-    images = image_folder(data)
+def test_experts_that_are_alike_are_called_so(splits, ewa_vit):
+    images = image_folder(splits)
     model = ewa_vit.eval()
     for layer in timm_moe.moe_layers(model).values():
         for _, stacked in layer.named_expert_parameters():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import SMALL_VIT
-from observations import layer_of, make_model, seen_as
+from common import SMALL_VIT, make_model
+from observations import layer_of, seen_as
 from safetensors.torch import save_file
 
 from timm_moe.report.observe import SHOWN, SUREST, Observation, Patch
@@ -58,13 +58,13 @@ def test_nothing_of_a_name_becomes_code(report):
     assert "\\u003cscript>\\u003cb>chair" in text
 
 
-def test_the_command(data, tmp_path, capsys, monkeypatch):
+def test_the_command(splits, tmp_path, capsys, monkeypatch):
     torch.manual_seed(0)
     kwargs = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
     save_file(make_model().state_dict(), tmp_path / "a.safetensors")
     save_file(make_model().state_dict(), tmp_path / "b.safetensors")
     sources = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
-    options = ["--data-dir", str(data), "-j", "0", "--device", "cpu", "--model", "vit_tiny_moe", "--num-classes", "5"]
+    options = ["--data-dir", str(splits), "-j", "0", "--device", "cpu", "--model", "vit_tiny_moe", "--num-classes", "5"]
     options += ["--model-kwargs", *kwargs, "--img-size", "32"]
     assert main(["report", *sources, *options, str(tmp_path / "out")]) == 0
     assert "open it in a browser" in capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_the_command(data, tmp_path, capsys, monkeypatch):
     for name in ("a.safetensors", "b.safetensors"):
         assert f"<h4>{name}</h4>" in text
     assert "<h1>What the experts do: vit_tiny_moe</h1>" in text
-    assert f"on 20 images of 5 classes in {data.name}/val" in text
+    assert f"on 20 images of 5 classes in {splits.name}/val" in text
     assert main(["report", sources[0], str(tmp_path / "out"), *options]) == 1
     assert "index.html exists; pass --overwrite" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -118,9 +118,9 @@ def test_top_5_of_five_classes_is_left_out(tmp_path):
         assert {row["accuracy"] for row in part.chart["data"]["values"]} == series
 
 
-def test_a_damaged_run_is_told_before_the_images_are_seen(data, tmp_path, monkeypatch):
+def test_a_damaged_run_is_told_before_the_images_are_seen(splits, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text('{"epochs": [{"epoch": 0}]}')
     (tmp_path / "last.pth.tar").touch()
     monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
-        write_report([tmp_path / "last.pth.tar"], image_folder(data), tmp_path / "out")
+        write_report([tmp_path / "last.pth.tar"], image_folder(splits), tmp_path / "out")

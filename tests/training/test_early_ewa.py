@@ -6,7 +6,7 @@ import pytest
 import timm
 import timm.scheduler
 import torch
-from routed_loop import CPU, batch, make_model
+from routed_loop import CPU, batch, routed_model
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch import nn
@@ -18,7 +18,7 @@ from timm_moe.callbacks import start_averaging
 def test_early_ewa_averages_routed_experts_in_the_first_half(caplog):
     images, targets = batch()
     spreads = []
-    model = make_model(share_schedule="early")
+    model = routed_model(share_schedule="early")
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     router = model.blocks[1].mlp.router.weight
@@ -43,7 +43,7 @@ def test_early_ewa_averages_routed_experts_in_the_first_half(caplog):
 @pytest.mark.parametrize("share_rate", [0.1, 0.2, 0.3, 0.4, 0.5])
 def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
     """Table 5: in each step before the middle of the run, experts come nearer by the constant rate, then not at all."""
-    model = make_model(share_schedule="early", share_rate=share_rate, num_experts=4)
+    model = routed_model(share_schedule="early", share_rate=share_rate, num_experts=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # only averaging moves them
     averaging = start_averaging(model, optimizer, total_updates=10)
     stacked = model.blocks[1].mlp.fc1.weight
@@ -59,7 +59,7 @@ def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
 
 
 def test_routed_experts_are_not_averaged_unasked(caplog):
-    model = make_model()
+    model = routed_model()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     with caplog.at_level(logging.INFO):
         timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=4)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from routed_loop import assert_same, batch, gradients, losses_by_hand, make_model
+from routed_loop import assert_same, batch, gradients, losses_by_hand, routed_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ def test_gradient_checkpointing_in_a_loop_of_ones_own():
     }
     outcomes = []
     for call in roads.values():
-        model = make_model()
+        model = routed_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for part, labels in zip(images.split(4), targets.split(4), strict=True):
             loss = F.cross_entropy(call(model, part), labels) + timm_moe.auxiliary_loss(model)
@@ -40,7 +40,7 @@ def test_gradient_checkpointing_in_a_loop_of_ones_own():
 
 def test_what_is_repeated_before_the_losses_were_asked_for_does_not_count():
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     model.set_grad_checkpointing(True)
     model(images).sum().backward(retain_graph=True)
     torch.testing.assert_close(timm_moe.auxiliary_loss(model), losses_by_hand(copy.deepcopy(model), images)[1])
@@ -48,7 +48,7 @@ def test_what_is_repeated_before_the_losses_were_asked_for_does_not_count():
 
 def test_recomputation_in_backward_leaves_no_record():
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     model.set_grad_checkpointing(True)
     outputs = model(images)
     assert [len(layer.router.records) for layer in timm_moe.moe_layers(model).values()] == [1, 1]
@@ -74,7 +74,7 @@ def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled)
     images, targets = batch()
     outcomes = []
     for repeated in (False, True):
-        model = make_model()
+        model = routed_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if compiled:
             for block in model.blocks:
@@ -92,7 +92,7 @@ def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled)
 
 def test_reentrant_checkpointing_would_lose_the_losses():
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     x = model.patch_embed(images)
     y = checkpoint(model.blocks, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses"):

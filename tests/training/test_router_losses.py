@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from common import SMALL_VIT, Teacher
-from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, make_model
+from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, routed_model
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
@@ -40,7 +40,7 @@ def test_loss_and_gradients_are_those_of_the_loss_by_hand(name):
     criterion, make_targets = CRITERIA[name]
     images, targets = batch()
     targets = make_targets(targets)
-    by_hand, trained = make_model(), make_model()
+    by_hand, trained = routed_model(), routed_model()
     outputs, router_loss = losses_by_hand(by_hand, images)
     expected = criterion(outputs, targets) + router_loss
     expected.backward()
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_the_loss_by_hand(name):
 def test_distillation():
     images, targets = batch()
     teacher = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
-    by_hand, trained = make_model(), make_model()
+    by_hand, trained = routed_model(), routed_model()
     outputs, router_loss = losses_by_hand(by_hand, images)
     with torch.no_grad():
         teacher_outputs = teacher(images)
@@ -81,7 +81,7 @@ def test_distillation():
 
 def test_a_routed_teacher_adds_nothing():
     images, targets = batch()
-    teacher, student = make_model().eval(), timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    teacher, student = routed_model().eval(), timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     task = LogitDistillationTask(
         student, Teacher(teacher), criterion=nn.CrossEntropyLoss(), task_loss_weight=0.3, device=CPU, verbose=False
     )
@@ -94,7 +94,7 @@ def test_a_scaled_float16_step_with_accumulation_equals_the_one_by_hand(clip):
     images, targets = batch()
     states = []
     for by_hand in (True, False):
-        model = make_model()
+        model = routed_model()
         task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -118,7 +118,7 @@ def test_a_scaled_float16_step_with_accumulation_equals_the_one_by_hand(clip):
 
 def test_bfloat16():
     images, targets = batch()
-    by_hand, trained = make_model(), make_model()
+    by_hand, trained = routed_model(), routed_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs, router_loss = losses_by_hand(by_hand, images)
         expected = F.cross_entropy(outputs, targets) + router_loss
@@ -134,7 +134,7 @@ def test_gradient_checkpointing_with_accumulation(name):
     images, targets = batch()
     outcomes = []
     for checkpointing in (False, True):
-        model = make_model(name, **({"moe_layers": "1,3"} if name == "vmoe_b32" else {}))
+        model = routed_model(name, **({"moe_layers": "1,3"} if name == "vmoe_b32" else {}))
         model.set_grad_checkpointing(checkpointing)
         task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
         optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
@@ -158,7 +158,7 @@ def test_gradient_checkpointing_with_accumulation(name):
 @pytest.mark.ci
 def test_compiled_task_components():
     images, targets = batch()
-    by_hand, trained = make_model(), make_model()
+    by_hand, trained = routed_model(), routed_model()
     outputs, router_loss = losses_by_hand(by_hand, images)
     (F.cross_entropy(outputs, targets) + router_loss).backward()
     task = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)
@@ -171,7 +171,7 @@ def test_compiled_task_components():
 
 
 def test_ema_copies_the_model_in_the_middle_of_a_step():
-    model = make_model()
+    model = routed_model()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     result = task(*batch())
     ema = ModelEmaV3(model, decay=0.9)
@@ -183,7 +183,7 @@ def test_ema_copies_the_model_in_the_middle_of_a_step():
 
 def test_copies_and_pickles_of_a_task_add_the_losses_of_their_own_model():
     images, targets = batch()
-    task = ClassificationTask(make_model(), nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    task = ClassificationTask(routed_model(), nn.CrossEntropyLoss(), device=CPU, verbose=False)
     expected = task(images, targets)
     for duplicate in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
         torch.testing.assert_close(duplicate(images, targets), expected)

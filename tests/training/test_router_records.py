@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from common import SMALL_VIT
-from routed_loop import batch, losses_by_hand, make_model
+from routed_loop import batch, losses_by_hand, routed_model
 from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ import timm_moe
 
 def test_a_step_without_the_losses_is_refused():
     images, targets = batch()
-    model, other = make_model(), nn.Linear(2, 2)
+    model, other = routed_model(), nn.Linear(2, 2)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     before = copy.deepcopy(model.state_dict())
     F.cross_entropy(model(images), targets).backward()
@@ -34,7 +34,7 @@ def test_a_step_without_the_losses_is_refused():
 def test_a_linear_probe_and_a_weight_of_zero_need_no_losses(caplog):
     images, targets = batch()
     for weight, of_model in ((0, lambda model: model), (0.01, lambda model: model.head)):
-        model = make_model(aux_loss_weight=weight)
+        model = routed_model(aux_loss_weight=weight)
         trained, before = of_model(model), model.head.weight.detach().clone()
         assert bool(model.blocks[1].mlp.router.loss_weights) == bool(weight)
         F.cross_entropy(model(images), targets).backward()
@@ -46,7 +46,7 @@ def test_a_linear_probe_and_a_weight_of_zero_need_no_losses(caplog):
 
 def test_no_losses_in_eval_mode_nor_without_gradients():
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     with torch.no_grad():
         model(images)
     assert timm_moe.auxiliary_loss(model) == 0
@@ -57,7 +57,7 @@ def test_no_losses_in_eval_mode_nor_without_gradients():
 
 def test_losses_are_those_of_the_last_training_forward():
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     model(images[:2])
     model(images)
     first = timm_moe.auxiliary_loss(model)
@@ -73,7 +73,7 @@ def test_losses_are_those_of_the_last_training_forward():
 
 def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         (model(images).mean() + model(images.flip(3)).mean() + timm_moe.auxiliary_loss(model)).backward()
@@ -85,7 +85,7 @@ def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
 def test_losses_that_are_not_wanted():
     """A discriminator that judges without being trained, and a cell of a notebook that is run again."""
     images, _ = batch()
-    generator, discriminator = make_model(), make_model()
+    generator, discriminator = routed_model(), routed_model()
     ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
     generator.set_grad_checkpointing(True)
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_roads_that_do_not_call_the_model(road):
         model = timm.create_model("vit_tiny_moe", features_only=True, **SMALL_VIT)
         call = model
     else:
-        model = make_model()
+        model = routed_model()
         call = model.forward_features
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     losses = []
@@ -138,7 +138,7 @@ def test_roads_that_do_not_call_the_model(road):
 
 def test_a_loss_that_is_forgotten_later_is_noticed_too():
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     for step in range(3):
         loss = F.cross_entropy(model(images), targets)
@@ -153,7 +153,7 @@ def test_a_loss_that_is_forgotten_later_is_noticed_too():
 
 def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
@@ -168,7 +168,7 @@ def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
 @pytest.mark.parametrize("road", ["__call__", "forward_features"])
 def test_nothing_piles_up(case, road):
     images, _ = batch()
-    model = make_model(**({"aux_loss_weight": 0} if case == "no weight" else {}))
+    model = routed_model(**({"aux_loss_weight": 0} if case == "no weight" else {}))
     model.requires_grad_(case != "frozen")
     for _ in range(3):
         getattr(model, road)(images)
@@ -180,7 +180,7 @@ def test_nothing_piles_up(case, road):
 def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
     """Its records do not pile up, and it is said once what to do about it."""
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     head = nn.Linear(32, 5)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     routers = [layer.router for layer in timm_moe.moe_layers(model).values()]
@@ -198,7 +198,7 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
 
 def test_a_loop_that_never_steps_does_not_pile_up(monkeypatch):
     monkeypatch.setattr("timm_moe.layers.router_records.MOST_WAITING", 3)
-    model, images = make_model(), batch()[0][:1]
+    model, images = routed_model(), batch()[0][:1]
     for _ in range(3):
         model.forward_features(images)
     for _ in range(3):
@@ -215,7 +215,7 @@ def test_a_loop_that_never_steps_does_not_pile_up(monkeypatch):
 @pytest.mark.filterwarnings("error")
 def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
     images, _ = batch()
-    model, other = make_model(), nn.Linear(2, 2)
+    model, other = routed_model(), nn.Linear(2, 2)
     ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
     for _ in range(3):
         features = [model.forward_features(part) for part in images.split(4)]
@@ -236,7 +236,7 @@ def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
 
 def test_roads_that_would_lose_the_losses_are_refused():
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     replica = copy.copy(model.blocks[1].mlp.router)
     replica._is_replica = True  # what nn.DataParallel does on several devices
     with pytest.raises(RuntimeError, match=r"nn.DataParallel would lose the routers' losses"):
@@ -260,7 +260,7 @@ def test_a_converted_model_in_memory_has_them_too_and_its_dense_copy_no_trace():
 
 
 def test_torchscript_is_refused_where_it_would_lose_the_losses():
-    model = make_model()
+    model = routed_model()
     with pytest.raises(RuntimeError, match="TorchScript would lose the routers' losses: trace the model in eval mode"):
         torch.jit.trace(model, batch()[0])
     traced = torch.jit.trace(model.eval(), batch()[0])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, make_model
+from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, routed_model
 from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ from timm_moe.training import router_losses
 
 def test_a_task_begins_anew():
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     model(images[:2])  # and nobody wanted its losses
     result = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
     model(images)
@@ -33,7 +33,7 @@ class TwoViews(nn.Module):
 
 def test_a_task_adds_the_losses_of_every_call_of_the_model():
     images, targets = batch()
-    by_hand, trained = TwoViews(make_model()), TwoViews(make_model())
+    by_hand, trained = TwoViews(routed_model()), TwoViews(routed_model())
     outputs, router_loss = losses_by_hand(by_hand, images)
     (F.cross_entropy(outputs, targets) + router_loss).backward()
     task = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)
@@ -45,7 +45,7 @@ def test_a_task_adds_the_losses_of_every_call_of_the_model():
 
 def test_a_task_may_add_the_losses_of_each_forward_by_itself():
     images, _ = batch()
-    model = make_model()
+    model = routed_model()
     views = (images, images.flip(3))
     expected = [losses_by_hand(copy.deepcopy(model), view)[1] for view in views]
     with router_losses.gathering(model):
@@ -59,7 +59,7 @@ def test_a_task_may_add_the_losses_of_each_forward_by_itself():
 
 def test_a_task_in_a_task_adds_them_once():
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     expected = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)["loss"]
     outer = Outer(ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False))
     torch.testing.assert_close(outer(images, targets)["loss"], expected)
@@ -93,7 +93,7 @@ class Outer(TrainingTask):
 @pytest.mark.parametrize("road", ["eager", "nested", pytest.param("compiled", marks=pytest.mark.ci)])
 def test_a_task_that_fails_leaves_nothing_behind(road, error):
     images, targets = batch()
-    stumbling = Stumbling(make_model())
+    stumbling = Stumbling(routed_model())
     task = ClassificationTask(stumbling, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     task = {"eager": task, "nested": Outer(task), "compiled": torch.compile(task, backend="eager")}[road]
     expected = task(images, targets)["loss"].detach()
@@ -115,7 +115,7 @@ def test_a_task_that_fails_leaves_nothing_behind(road, error):
 @pytest.mark.parametrize("mode", ["eval", "no_grad"])
 def test_a_task_that_does_not_train_adds_nothing(mode):
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     task(images, targets)["loss"].backward()
     task.train(mode != "eval")

@@ -7,7 +7,7 @@ import pytest
 import timm
 import timm.scheduler
 import torch
-from routed_loop import CPU, batch, make_model
+from routed_loop import CPU, batch, routed_model
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask, TrainingTask
 from torch import nn
@@ -19,7 +19,7 @@ from timm_moe.training import router_losses
 
 def test_summary_of_a_loop():
     images, targets = batch()
-    model = make_model("vmoe_b32", moe_layers="1,3", num_experts=6, capacity_factor=0.5, capacity_multiple=1)
+    model = routed_model("vmoe_b32", moe_layers="1,3", num_experts=6, capacity_factor=0.5, capacity_multiple=1)
     dropped, load, losses = 0, torch.zeros(6), []
     for part in images.split(4):
         F.cross_entropy(model(part), targets[:4])
@@ -52,7 +52,7 @@ def test_summary_of_a_loop():
 
 @pytest.mark.skipif(not hasattr(TrainingTask, "setup_ema"), reason="this version of timm has its EMA elsewhere")
 def test_summary_of_a_task_leaves_out_its_ema():
-    task = ClassificationTask(make_model(), nn.CrossEntropyLoss(), device=CPU)
+    task = ClassificationTask(routed_model(), nn.CrossEntropyLoss(), device=CPU)
     task.setup_ema()
     task.train()(*batch())
     summaries = timm_moe.routing_summary(task)
@@ -62,7 +62,7 @@ def test_summary_of_a_task_leaves_out_its_ema():
 
 def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
@@ -82,7 +82,7 @@ def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
 
 
 def test_other_ranks_keep_silent(caplog, monkeypatch):
-    model = make_model()
+    model = routed_model()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     for is_primary, lines in ((True, 2), (False, 0)):
         monkeypatch.setattr(router_losses, "is_primary", lambda is_primary=is_primary: is_primary)
@@ -96,7 +96,7 @@ def test_other_ranks_keep_silent(caplog, monkeypatch):
 
 
 def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
-    model = make_model()
+    model = routed_model()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
     scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=2)
     images = batch()[0]
@@ -111,7 +111,7 @@ def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
 
 def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(caplog):
     images, targets = batch()
-    model = make_model()
+    model = routed_model()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     task(images, targets)
     with torch.no_grad():
