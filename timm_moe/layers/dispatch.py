@@ -143,17 +143,16 @@ def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
-    return _apply(_Dispatch, x_TD, routing.token_indices, routing.slots, None)
+    return _move(x_TD, routing.token_indices, routing.slots, None, True)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     """(T, D): the sum of the experts' outputs for each row, weighted by the gates; zero if all choices were dropped."""
-    return _apply(_Combine, y_ND, routing.token_indices, routing.slots, routing.gates)
+    return _move(y_ND, routing.token_indices, routing.slots, routing.gates, False)
 
 
-def _apply(function: Any, rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-    run = function.apply if torch.is_grad_enabled() else function.forward  # the latter is faster
-    return run(rows, index_N, slot_TK, gate_TK)
+def _move(*args: Any) -> Tensor:
+    return (_Move.apply if torch.is_grad_enabled() else _Move.forward)(*args)  # the latter is faster
 
 
 def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> Tensor:
@@ -167,50 +166,34 @@ def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> T
     return sum(picked[1:], start=picked[0])
 
 
-def _products(x_TD: Tensor, y_ND: Tensor, index_N: Tensor, slot_TK: Tensor) -> Tensor:
-    """(T, K) the product of each row with each of its slots."""
-    return torch.linalg.vecdot(x_TD.index_select(0, index_N), y_ND)[slot_TK]
-
-
-# Each of the two is the other's derivative. The derivatives of torch's own operators add rows by atomic operations on
-# GPUs, in an order that changes from run to run.
-
-
 class _Move(torch.autograd.Function):
-    """Base of both; inputs are rows, ``index_N``, ``slot_TK`` and ``gate_TK``."""
+    """Moves rows to the experts, each times its gate, or sums the slots of each row, each times its gate.
+
+    Each of the two is the other's derivative. The derivatives of torch's own operators add rows by atomic operations on
+    GPUs, in an order that changes from run to run.
+    """
+
+    @staticmethod
+    def forward(
+        rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None, to_experts: bool
+    ) -> Tensor:
+        if not to_experts:
+            return _weighted_sum(rows, slot_TK, gate_TK)
+        if gate_TK is None:
+            return rows.index_select(0, index_N)
+        gate_N = gate_TK.new_zeros(index_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
+        return _weighted_sum(rows, index_N.unsqueeze(1), gate_N.unsqueeze(1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, *routing = inputs
+        rows, *routing, ctx.to_experts = inputs
         ctx.save_for_backward(*routing, rows if ctx.needs_input_grad[3] else None)
 
-
-class _Dispatch(_Move):
-    """Pick rows by ``index_N``, each times the gate of its choice."""
-
     @staticmethod
-    def forward(x_TD: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-        if gate_TK is None:
-            return x_TD.index_select(0, index_N)
-        gate_N = gate_TK.new_zeros(index_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
-        return _weighted_sum(x_TD, index_N.unsqueeze(1), gate_N.unsqueeze(1))
-
-    @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        index_N, slot_TK, gate_TK, x_TD = ctx.saved_tensors
-        grad_TK = None if x_TD is None else _products(x_TD, grad_ND, index_N, slot_TK).to(gate_TK.dtype)
-        return _apply(_Combine, grad_ND, index_N, slot_TK, gate_TK), None, None, grad_TK
-
-
-class _Combine(_Move):
-    """Sum the slots of each row, each times its gate."""
-
-    @staticmethod
-    def forward(y_ND: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-        return _weighted_sum(y_ND, slot_TK, gate_TK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        index_N, slot_TK, gate_TK, y_ND = ctx.saved_tensors
-        grad_TK = None if y_ND is None else _products(grad_TD, y_ND, index_N, slot_TK).to(gate_TK.dtype)
-        return _apply(_Dispatch, grad_TD, index_N, slot_TK, gate_TK), None, None, grad_TK
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index_N, slot_TK, gate_TK, rows = ctx.saved_tensors
+        grad_TK = None
+        if rows is not None:  # the product of each row with each of its slots
+            x_TD, y_ND = (rows, grad) if ctx.to_experts else (grad, rows)
+            grad_TK = torch.linalg.vecdot(x_TD.index_select(0, index_N), y_ND)[slot_TK].to(gate_TK.dtype)
+        return _move(grad, index_N, slot_TK, gate_TK, not ctx.to_experts), None, None, grad_TK, None
