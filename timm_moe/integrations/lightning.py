@@ -15,6 +15,7 @@ from torch import distributed
 
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
+from ..training.optimizers import is_distributed
 from ..training.router_losses import gathering, routed_layers
 
 try:
@@ -61,7 +62,12 @@ class ExpertCallback(Callback):
                 averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
                 if averaging is not None:
                     self._run.callback(averaging.remove)
-                    _warn_of_manual_optimization(pl_module, total_updates)
+                if averaging is not None and not pl_module.automatic_optimization:
+                    rank_zero_warn(
+                        f"Manual optimization: the share rate reaches its end after {total_updates} steps of the "
+                        "optimizer. If it takes another number, make timm_moe.ExpertWeightAveraging in "
+                        "configure_optimizers and tell it total_updates."
+                    )
         self._averagings = [found for found in map(ExpertWeightAveraging.of, trainer.optimizers) if found is not None]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,7 +84,7 @@ class ExpertCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         states: list[Any] = [_random_state()]
-        if _is_distributed() and not self._failed:  # after an exception this may be the only process that saves
+        if is_distributed() and not self._failed:  # after an exception this may be the only process that saves
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, _random_state())
         return {"random_states": states}
@@ -86,7 +92,7 @@ class ExpertCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
         states = state_dict["random_states"]
-        processes = distributed.get_world_size() if _is_distributed() else 1
+        processes = distributed.get_world_size() if is_distributed() else 1
         if not self._fitting:
             return
         if len(states) != processes:
@@ -95,7 +101,7 @@ class ExpertCallback(Callback):
                 "draws other random numbers than the run that it continues."
             )
             return
-        _set_random_state(states[distributed.get_rank() if _is_distributed() else 0])
+        _set_random_state(states[distributed.get_rank() if is_distributed() else 0])
 
     def _wrap_training_step(self, pl_module: Any) -> None:
         """Let ``training_step`` of this module, and of its copies, return a loss with the router losses."""
@@ -141,15 +147,6 @@ def _total_updates(trainer: Any) -> float:
     return trainer.estimated_stepping_batches
 
 
-def _warn_of_manual_optimization(module: LightningModule, total_updates: float) -> None:
-    if not module.automatic_optimization:
-        rank_zero_warn(
-            f"Manual optimization: the share rate reaches its end after {total_updates} steps of the optimizer. If it "
-            "takes another number, make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
-            "total_updates."
-        )
-
-
 def _random_state() -> dict[str, Any]:
     """The state of this process's random generators, as torch.load(weights_only=True) reads it."""
     legacy: Any = np.random.get_state()
@@ -164,7 +161,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _is_distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

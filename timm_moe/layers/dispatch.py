@@ -86,27 +86,24 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
         visit_GSK = visit_GS.unsqueeze(2).expand_as(expert_GSK)
         expert_GSK = expert_GSK.gather(1, visit_GSK)
     expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
-    rank_GN, length_GE = (_ranks_by_count if in_plain_operators() else _ranks_by_sort)(expert_GN, num_experts)
+    rank_GN, length_GE = _ranks(expert_GN, num_experts)
     rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
     if priority_GS is not None:
         rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
     return Queue(rank_GSK, length_GE)
 
 
-def _ranks_by_sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _ranks(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Position of each choice in the queue of its expert, and the lengths of the queues."""
+    if in_plain_operators():  # at E times the memory
+        is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
+        return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
     sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
     length_GE = expert_GN.new_zeros(expert_GN.shape[0], num_experts)
     length_GE = length_GE.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
     start_GE = length_GE.cumsum(1) - length_GE
     slot_GN = torch.arange(expert_GN.shape[1], device=expert_GN.device).expand_as(expert_GN)
     return torch.empty_like(expert_GN).scatter_(1, order_GN, slot_GN - start_GE.gather(1, sorted_GN)), length_GE
-
-
-def _ranks_by_count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Like :func:`_ranks_by_sort`, by operators that ONNX has, at E times the memory."""
-    is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
-    return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
 
 
 def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
@@ -174,9 +171,7 @@ class _Move(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None, to_experts: bool
-    ) -> Tensor:
+    def forward(rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None, to_experts: bool) -> Tensor:
         if not to_experts:
             return _weighted_sum(rows, slot_TK, gate_TK)
         if gate_TK is None:
