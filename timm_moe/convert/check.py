@@ -37,7 +37,8 @@ def row_width(network: nn.Module) -> int:
     if type(network) in FFN_CLASSES:
         return next(iter(widths))
     # A foreign network may name its layers in any order: try the widths on the meta device.
-    probe = copy.deepcopy(network).to("meta").eval()
+    memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()}
+    probe = copy.deepcopy(network, memo).eval()
     for width in widths:
         with contextlib.suppress(Exception):  # a foreign network may raise anything
             probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))

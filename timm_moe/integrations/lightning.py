@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
+from torch.optim import Optimizer
 
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
@@ -58,17 +59,25 @@ class ExpertCallback(Callback):
         self._wrap_training_step(pl_module)
         for optimizer in trainer.optimizers:
             if ExpertWeightAveraging.of(optimizer) is None:
-                total_updates = _total_updates(trainer)
-                averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
-                if averaging is not None:
-                    self._run.callback(averaging.remove)
-                if averaging is not None and not pl_module.automatic_optimization:
-                    rank_zero_warn(
-                        f"Manual optimization: the share rate reaches its end after {total_updates} steps of the "
-                        "optimizer. If it takes another number, make timm_moe.ExpertWeightAveraging in "
-                        "configure_optimizers and tell it total_updates."
-                    )
+                self._start_averaging(trainer, pl_module, optimizer)
         self._averagings = [found for found in map(ExpertWeightAveraging.of, trainer.optimizers) if found is not None]
+
+    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
+            raise ValueError(
+                "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
+                "timm_moe.ExpertWeightAveraging in configure_optimizers and tell it total_updates."
+            )
+        total_updates = trainer.estimated_stepping_batches
+        averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
+        if averaging is not None:
+            self._run.callback(averaging.remove)
+        if averaging is not None and not pl_module.automatic_optimization:
+            rank_zero_warn(
+                f"Manual optimization: the share rate reaches its end after {total_updates} steps of the optimizer. If "
+                "it takes another number, make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
+                "total_updates."
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averaging = self._averagings[0] if self._averagings else None
@@ -112,14 +121,13 @@ class ExpertCallback(Callback):
             step = own or type(self).training_step.__get__(self)
             return _with_router_losses(self, step, *args, **kwargs)
 
+        @self._run.callback
+        def unwrap() -> None:
+            vars(pl_module).pop("training_step", None)
+            if own is not None:
+                pl_module.training_step = own
+
         pl_module.training_step = MethodType(training_step, pl_module)
-        self._run.callback(_unwrap_training_step, pl_module, own)
-
-
-def _unwrap_training_step(module: Any, own: Any) -> None:
-    vars(module).pop("training_step", None)
-    if own is not None:
-        module.training_step = own
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,15 +144,6 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
     elif isinstance(output, dict) and output.get("loss") is not None:
         return {**output, "loss": add_router_losses(module, output["loss"])}
     return output
-
-
-def _total_updates(trainer: Any) -> float:
-    if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
-        raise ValueError(
-            "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
-            "timm_moe.ExpertWeightAveraging in configure_optimizers and tell it total_updates."
-        )
-    return trainer.estimated_stepping_batches
 
 
 def _random_state() -> dict[str, Any]:

@@ -42,9 +42,6 @@ from ..training.averaging import UPDATES, ExpertWeightAveraging
 from ..training.optimizers import is_primary, layers_of_trained_experts
 
 _logger = logging.getLogger(__name__)
-_optimizer_signature = inspect.signature(create_optimizer_v2)
-_scheduler_signature = inspect.signature(create_scheduler_v2)
-_summary_signature = inspect.signature(update_summary)
 
 #: Undo each change of timm, the last one first; empty where the hooks are not installed.
 _undo: list[Callable[[], Any]] = []
@@ -55,7 +52,7 @@ _undo: list[Callable[[], Any]] = []
 
 @functools.wraps(create_optimizer_v2)
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
-    call = _optimizer_signature.bind(*args, **kwargs)
+    call = inspect.signature(create_optimizer_v2).bind(*args, **kwargs)
     model = call.arguments["model_or_params"]
     if not isinstance(model, nn.Module):
         return create_optimizer_v2(*args, **kwargs)
@@ -80,32 +77,28 @@ def _undecayed(model: nn.Module, names: set[str]) -> Iterator[None]:
         yield
         return
     attributes, own = vars(model), getattr(model, "no_weight_decay", set)
-    before = attributes.get("no_weight_decay")
+    before = {name: value for name, value in attributes.items() if name == "no_weight_decay"}
     attributes["no_weight_decay"] = lambda: {*own(), *names}
     try:
         yield
     finally:
         del attributes["no_weight_decay"]  # back to the method of the class
-        if before is not None:
-            attributes["no_weight_decay"] = before
+        attributes.update(before)
 
 
 @functools.wraps(adaptive_clip_grad)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     stacked = {id(parameter) for layer in living(MoeMlp) for _, parameter in layer.named_expert_parameters()}
-    units = [part for p in given for part in (_experts_of(p) if id(p) in stacked else [p])]
+    units: list[Tensor] = []
+    for parameter in given:
+        if id(parameter) not in stacked or parameter.grad is None:
+            units.append(parameter)
+            continue
+        for part, gradient in zip(parameter.detach().unbind(0), parameter.grad.unbind(0), strict=True):
+            part.grad = gradient  # which shares the memory, as the part does
+            units.append(part)
     adaptive_clip_grad(units, *args, **kwargs)
-
-
-def _experts_of(stacked: Tensor) -> list[Tensor]:
-    """Each expert's part of a stacked parameter, (...) of (E, ...), with its part of the gradient; memory is shared."""
-    if stacked.grad is None:
-        return []
-    parts = list(stacked.detach().unbind(0))
-    for part, gradient in zip(parts, stacked.grad.unbind(0), strict=True):
-        part.grad = gradient
-    return parts
 
 
 # --- scheduler: averaging and statistics of a run
@@ -114,7 +107,7 @@ def _experts_of(stacked: Tensor) -> list[Tensor]:
 @functools.wraps(create_scheduler_v2)
 def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
-    arguments = _scheduler_signature.bind(*args, **kwargs).arguments
+    arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     register(arguments["optimizer"])
     _attach_averaging(arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
@@ -192,7 +185,7 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 @functools.wraps(update_summary)
 def _update_summary(*args: Any, **kwargs: Any) -> None:
     update_summary(*args, **kwargs)
-    arguments = _summary_signature.bind(*args, **kwargs).arguments
+    arguments = inspect.signature(update_summary).bind(*args, **kwargs).arguments
     for optimizer in living(Optimizer)[-1:]:  # of the run that began last
         epoch_log.write_epoch(Path(arguments["filename"]).parent, arguments["epoch"], optimizer)
 
@@ -258,12 +251,7 @@ def build_instead(
     variant: str,
     **kwargs: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Let an entrypoint of timm build a model of another class, and do all else as ever.
-
-    Args:
-        entrypoint: of timm; ``kwargs`` are its arguments.
-        class_instead: gives the class to build for the class that timm names.
-        variant: name of the model to build.
+    """Let an entrypoint of timm build ``variant``, of the class that ``class_instead`` gives for timm's own.
 
     Returns:
         The model, and the arguments that the entrypoint gave to timm's builder.

@@ -87,7 +87,8 @@ class Experts(StackedParameters):
             module = self._submodule(module_path)
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
         # The structure of one expert, without weights. It is not a submodule, so that its parameters are not listed.
-        object.__setattr__(self, "_ffn", copy.deepcopy(ffn).to("meta"))
+        memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()}
+        object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
         if expert_dropout is not None:
