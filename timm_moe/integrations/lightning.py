@@ -48,7 +48,6 @@ class ExpertCallback(Callback):
 
     def __init__(self) -> None:
         self._run = ExitStack()  # undone at the end of training
-        self._averagings: list[ExpertWeightAveraging] = []
         self._fitting = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -60,7 +59,6 @@ class ExpertCallback(Callback):
         for optimizer in trainer.optimizers:
             if ExpertWeightAveraging.of(optimizer) is None:
                 self._start_averaging(trainer, pl_module, optimizer)
-        self._averagings = [found for found in map(ExpertWeightAveraging.of, trainer.optimizers) if found is not None]
 
     def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
@@ -80,12 +78,11 @@ class ExpertCallback(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        averaging = self._averagings[0] if self._averagings else None
+        averaging = next(filter(None, map(ExpertWeightAveraging.of, trainer.optimizers)), None)
         pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.close()
-        self._averagings = []
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True

@@ -210,36 +210,25 @@ def _with_router_losses(call: Any) -> Any:
 
 
 def _with_member_loss(init: Any) -> Any:
-    """Let the criterion of a task see each member of its model's ensemble."""
+    """Let the criterion of a task see each member of its model's ensemble; refuse a task with another loss.
+
+    A teacher's outputs may broadcast against a student's members without an error.
+    """
 
     @functools.wraps(init)
-    def init_and_wrap(self: ClassificationTask, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        is_ensemble = hasattr(unwrapped(model), "forward_members")
-        if is_ensemble and getattr(self, "multi_label", False):
+    def init_and_wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        model = unwrapped(inspect.signature(init).bind(self, *args, **kwargs).args[1])  # or the student
+        is_ensemble = hasattr(model, "forward_members")
+        if is_ensemble and (not isinstance(self, ClassificationTask) or getattr(self, "multi_label", False)):
             raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(model)).__name__}: its "
-                "members' probabilities are of one class for each image."
+                f"{type(self).__name__} cannot train an ensemble such as {type(model).__name__}, whose members each "
+                "learn one class for each image: take a ClassificationTask. A distillation may have it as the teacher."
             )
-        init(self, model, *args, **kwargs)
+        init(self, *args, **kwargs)
         if is_ensemble:
             self.criterion = MemberLoss(self.criterion)
 
     return init_and_wrap
-
-
-def _without_members(init: Any) -> Any:
-    """Refuse a student that is an ensemble: a teacher's outputs may broadcast against its members' without an error."""
-
-    @functools.wraps(init)
-    def refuse_or_init(self: TrainingTask, student_model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if hasattr(unwrapped(student_model), "forward_members"):
-            raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(student_model)).__name__}: "
-                "a teacher's outputs are not compared with each member's. It can be the teacher."
-            )
-        init(self, student_model, *args, **kwargs)
-
-    return refuse_or_init
 
 
 # --- models
@@ -317,10 +306,10 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
         yield scheduler_class, "step_update", functools.partial(_at_scheduler_step, position="num_updates")
     yield TrainingTask, "__call__", _with_router_losses
-    yield ClassificationTask, "__init__", _with_member_loss
-    for task in ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask"):
+    distillations = ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask")
+    for task in ("ClassificationTask", *distillations):
         if hasattr(timm.task, task):  # older versions have fewer
-            yield getattr(timm.task, task), "__init__", _without_members
+            yield getattr(timm.task, task), "__init__", _with_member_loss
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:

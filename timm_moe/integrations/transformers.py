@@ -6,7 +6,6 @@ an :class:`ExpertCallback`.
 """
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,9 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
         FileNotFoundError: if the folder holds no safetensors file.
         RuntimeError: if names or shapes differ from the model's.
     """
-    whole, index = Path(folder, "model.safetensors"), Path(folder, "model.safetensors.index.json")
-    if whole.is_file():
-        files = [whole]
-    elif index.is_file():
-        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [Path(folder, Path(part).name) for part in parts]
-    else:
+    whole = Path(folder, "model.safetensors")
+    files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
+    if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
     state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
     _take_saved_names(model, state_dict)

@@ -14,7 +14,7 @@ from ..layers import MoeMlp
 from ..layers.living import living
 from .averaging import ExpertWeightAveraging
 from .optimizers import trained_layers
-from .router_losses import by_block, summary_of_epoch
+from .router_losses import by_block
 
 _logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     averaging = ExpertWeightAveraging.of(optimizer)
     statistics: dict[str, Any] = {}
     for layer in layers:
-        summary = summary_of_epoch(layer)
-        routing = {} if summary is None else vars(summary)
+        totals: Any = getattr(layer.router, "totals", None)  # None if it was not trained, or has no losses
+        routing = {} if totals is None or totals.complete else vars(totals.summary())
         statistics[layer.path or "experts"] = {"spread": relative_distance_to_mean(layer), **routing}
     share_rate = None if averaging is None else averaging.share_rate
     try:

@@ -190,12 +190,6 @@ def log_epoch(optimizer: Optimizer) -> None:
             totals.complete = True
 
 
-def summary_of_epoch(layer: MoeMlp) -> RoutingSummary | None:
-    """Summarise a router since the last end of an epoch; None if it was not trained, or has no losses."""
-    totals: Any = getattr(layer.router, "totals", None)
-    return None if totals is None or totals.complete else totals.summary()
-
-
 def routed_layers(model: nn.Module) -> list[Any]:
     """The expert layers of a model, however wrapped, whose routers have losses."""
     return [layer for layer in moe_layers(model).values() if isinstance(layer.router, RecordingRouter)]
