@@ -38,13 +38,6 @@ class Routing(NamedTuple):
         return (self.slots.unsqueeze(-1) >= self.offsets).sum(-1)
 
 
-class Queue(NamedTuple):
-    """The queues of the experts, one in each group."""
-
-    rank_GSK: Tensor  # position of each choice in the queue of its expert, from 0
-    length_GE: Tensor  # choices in each queue
-
-
 def expert_capacity(
     choices: int, num_experts: int, capacity_factor: float, rounding: str = "ceil", multiple_of: int = 4
 ) -> int:
@@ -72,10 +65,13 @@ def expert_capacity(
     return math.ceil(capacity / multiple_of) * multiple_of
 
 
-def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> Queue:
+def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
 
     With priorities, rows of a higher one go first, equal ones in row order (batch priority routing, algorithm 2).
+
+    Returns:
+        (G, S, K) position of each choice in the queue of its expert, from 0, and (G, E) choices in each queue.
     """
     groups, rows, choices = expert_GSK.shape
     if priority_GS is not None:
@@ -90,7 +86,7 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
     if priority_GS is not None:
         rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
-    return Queue(rank_GSK, length_GE)
+    return rank_GSK, length_GE
 
 
 def _ranks(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +106,7 @@ def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
     """Give each choice a slot of its expert; without capacities no queue is needed."""
     rows, choices = expert_TK.shape
     if in_plain_operators():
-        return assign(expert_TK[None], gate_TK[None], queue(expert_TK[None], num_experts), rows)
+        return assign(expert_TK[None], gate_TK[None], *queue(expert_TK[None], num_experts), rows)
     sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
     slot_N = torch.empty_like(choice_N)
     slot_N.scatter_(0, choice_N, torch.arange(rows * choices, device=expert_TK.device))
@@ -118,19 +114,19 @@ def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
     return Routing(choice_N // choices, offsets, slot_N.view(rows, choices), gate_TK)
 
 
-def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> Routing:
+def assign(expert_GSK: Tensor, gate_GSK: Tensor, rank_GSK: Tensor, length_GE: Tensor, capacity: int) -> Routing:
     """Give each choice that is within the capacity of its expert in each group a slot of the expert."""
     groups, rows, _ = expert_GSK.shape
-    num_experts = line.length_GE.shape[1]
+    num_experts = length_GE.shape[1]
     num_slots, allowed = expert_GSK.numel(), groups * num_experts * capacity
     if expert_GSK.is_meta:  # where costs are counted: all slots, used or not, as in V-MoE's implementation
         num_slots = allowed
     elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():
         num_slots = min(num_slots, allowed + 1)  # one of padding
-    kept_EG = line.length_GE.T.clamp(max=capacity)
+    kept_EG = length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
-    slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
-    is_kept_GSK = line.rank_GSK < capacity
+    slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + rank_GSK
+    is_kept_GSK = rank_GSK < capacity
     slot_GSK = torch.where(is_kept_GSK, slot_GSK, num_slots - 1)  # padding, if anything is dropped
     gate_GSK = torch.where(is_kept_GSK, gate_GSK, 0)
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
