@@ -35,9 +35,9 @@ def test_dispatch_matches_the_reference(golden):
         weight, expert = case.gates.sort(dim=2, descending=True, stable=True)
         weight, expert = weight[..., :top_k], expert[..., :top_k]
         assert torch.equal(expert.int(), case.topk_index)
-        line = queue(expert, num_experts, weight[..., 0] if priority else None)
-        assert torch.equal(line.rank_GSK.int(), case.buffer_index)
-        routing = assign(expert, weight, line, capacity)
+        rank, length = queue(expert, num_experts, weight[..., 0] if priority else None)
+        assert torch.equal(rank.int(), case.buffer_index)
+        routing = assign(expert, weight, rank, length, capacity)
         torch.testing.assert_close(
             dense_combine(routing, num_experts), case.combine_GSE.flatten(0, 1), rtol=0, atol=1e-5
         )

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
@@ -77,12 +76,8 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the experts' parameters, (E, ...), by their names in the model, which may be wrapped."""
-    experts = {
-        id(stacked)
-        for layer in model.modules()
-        if isinstance(layer, MoeMlp)
-        for _, stacked in layer.named_expert_parameters()
-    }
+    layers = moe_layers(model).values()
+    experts = {id(stacked) for layer in layers for _, stacked in layer.named_expert_parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
@@ -92,7 +87,7 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     Raises:
         ValueError: if a wrapper such as FSDP1 holds them in another form.
     """
-    experts: dict[str, Tensor] = {name: attrgetter(name)(layer) for name in layer.stacked_shapes}
+    experts: dict[str, Tensor] = dict(layer.named_expert_parameters())
     for name, shape in layer.stacked_shapes.items():
         stacked = experts[name]
         # FSDP1 may leave no parameter in the module.

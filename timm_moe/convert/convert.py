@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from timm.models import register_notrace_module
@@ -11,12 +11,10 @@ from torch import nn
 from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, begin_forward
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
-from .blocks import put, select_blocks
+from .blocks import ModelT, put, select_blocks
 from .check import row_width
 from .find import Modules, find_networks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
 for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp):

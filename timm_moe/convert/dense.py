@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..layers import MoeMlp, begin_forward
+from ..layers import begin_forward
 from .blocks import moe_layers, put, unwrapped, whole_experts
 from .gather import average, get_method
 
@@ -70,19 +70,13 @@ def swapped_for_dense(model: nn.Module) -> Iterator[None]:
 
     So a stock model's own ``init_weights`` initialises experts too. Their parameters stay the same objects.
     """
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, MoeMlp)
-    ]
-    dense = {layer: layer.to_ffn(average(layer.stacked_weights())) for _, _, layer in places}
-    for parent, name, layer in places:
-        setattr(parent, name, dense[layer])
+    swaps = [(path, layer, layer.to_ffn(average(layer.stacked_weights()))) for path, layer in moe_layers(model).items()]
+    for path, layer, ffn in swaps:
+        put(model, path, layer, ffn)
     try:
         yield
     finally:
-        for parent, name, layer in places:
-            setattr(parent, name, layer)
-    for layer, ffn in dense.items():
+        for path, layer, ffn in swaps:
+            put(model, path, ffn, layer)
+    for _, layer, ffn in swaps:
         layer.reset_from_dense(ffn)

@@ -46,7 +46,7 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     found: dict[str, nn.Module] = {}
     refused: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, MoeMlp) or (_TIMM_NAME.search(name) and _acts_on_each_token(module)):
+        if isinstance(module, MoeMlp) or (_TIMM_NAME.search(name) and _is_known_of_timm(module)):
             found[name] = module
         elif _is_of_another_library(name, module):
             path, network = _place_and_network(name, module)
@@ -63,29 +63,23 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     return found
 
 
-def _acts_on_each_token(module: nn.Module) -> bool:
-    buffers, convolutions = list(module.buffers()), [m for m in module.children() if isinstance(m, nn.Conv2d)]
-    return type(module) in FFN_CLASSES and not buffers and not convolutions
+def _is_known_of_timm(module: nn.Module) -> bool:
+    mixes = any(isinstance(child, nn.Conv2d) for child in module.children())
+    return type(module) in FFN_CLASSES and not mixes and next(module.buffers(), None) is None
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
-    if type(module) is nn.TransformerEncoderLayer:
-        return True
-    if _is_of_transformers(module):
+    if isinstance(module, MLP) or type(module).__module__.startswith("transformers."):
         return bool((_BLOCK_NAME if _first_part(module) else _OTHER_NAME).fullmatch(name))
-    return isinstance(module, MLP) and bool(_OTHER_NAME.fullmatch(name))
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("transformers.")
+    return type(module) is nn.TransformerEncoderLayer
 
 
 def _first_part(module: nn.Module) -> str:
     """Return the name of a network's first part if a block calls several in a known way, else an empty name."""
     if isinstance(module, nn.TransformerEncoderLayer):
         return "linear1" if type(module)._ff_block is nn.TransformerEncoderLayer._ff_block else ""
-    split = _is_of_transformers(module) and {"intermediate", "output"} <= module._modules.keys()
-    return "intermediate" if split else ""
+    is_of_transformers = type(module).__module__.startswith("transformers.")
+    return "intermediate" if is_of_transformers and {"intermediate", "output"} <= module._modules.keys() else ""
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:

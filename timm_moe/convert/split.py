@@ -66,16 +66,13 @@ class ResidualFfn(SplitFfn):
     then normalises the sum, as in BERT, the block cannot be converted.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._with_residual(x, x.new_zeros(()))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        first, last = self.children()
+        return last(first(x), x.new_zeros(()) if residual is None else residual)
 
     def adds_the_residual(self, x: Tensor) -> bool:
         """Tell whether the last part adds the residual and does nothing else with it."""
-        return torch.allclose(self._with_residual(x, x), self(x) + x, atol=1e-5)
-
-    def _with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        first, last = self.children()
-        return last(first(x), residual)
+        return torch.allclose(self(x, x), self(x) + x, atol=1e-5)
 
     def install(self, model: nn.Module, block: nn.Module, layer: nn.Module) -> None:
         super().install(model, block, layer)

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
+from torch.optim import Optimizer
 
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
+from ..training.optimizers import is_distributed
 from ..training.router_losses import gathering, routed_layers
 
 try:
@@ -46,7 +48,6 @@ class ExpertCallback(Callback):
 
     def __init__(self) -> None:
         self._run = ExitStack()  # undone at the end of training
-        self._averagings: list[ExpertWeightAveraging] = []
         self._fitting = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -57,20 +58,31 @@ class ExpertCallback(Callback):
         self._wrap_training_step(pl_module)
         for optimizer in trainer.optimizers:
             if ExpertWeightAveraging.of(optimizer) is None:
-                total_updates = _total_updates(trainer)
-                averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
-                if averaging is not None:
-                    self._run.callback(averaging.remove)
-                    _warn_of_manual_optimization(pl_module, total_updates)
-        self._averagings = [found for found in map(ExpertWeightAveraging.of, trainer.optimizers) if found is not None]
+                self._start_averaging(trainer, pl_module, optimizer)
+
+    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
+            raise ValueError(
+                "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
+                "timm_moe.ExpertWeightAveraging in configure_optimizers and tell it total_updates."
+            )
+        total_updates = trainer.estimated_stepping_batches
+        averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
+        if averaging is not None:
+            self._run.callback(averaging.remove)
+        if averaging is not None and not pl_module.automatic_optimization:
+            rank_zero_warn(
+                f"Manual optimization: the share rate reaches its end after {total_updates} steps of the optimizer. If "
+                "it takes another number, make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
+                "total_updates."
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        averaging = self._averagings[0] if self._averagings else None
+        averaging = next(filter(None, map(ExpertWeightAveraging.of, trainer.optimizers)), None)
         pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.close()
-        self._averagings = []
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True
@@ -78,7 +90,7 @@ class ExpertCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         states: list[Any] = [_random_state()]
-        if _is_distributed() and not self._failed:  # after an exception this may be the only process that saves
+        if is_distributed() and not self._failed:  # after an exception this may be the only process that saves
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, _random_state())
         return {"random_states": states}
@@ -86,7 +98,7 @@ class ExpertCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
         states = state_dict["random_states"]
-        processes = distributed.get_world_size() if _is_distributed() else 1
+        processes = distributed.get_world_size() if is_distributed() else 1
         if not self._fitting:
             return
         if len(states) != processes:
@@ -95,7 +107,7 @@ class ExpertCallback(Callback):
                 "draws other random numbers than the run that it continues."
             )
             return
-        _set_random_state(states[distributed.get_rank() if _is_distributed() else 0])
+        _set_random_state(states[distributed.get_rank() if is_distributed() else 0])
 
     def _wrap_training_step(self, pl_module: Any) -> None:
         """Let ``training_step`` of this module, and of its copies, return a loss with the router losses."""
@@ -106,14 +118,13 @@ class ExpertCallback(Callback):
             step = own or type(self).training_step.__get__(self)
             return _with_router_losses(self, step, *args, **kwargs)
 
+        @self._run.callback
+        def unwrap() -> None:
+            vars(pl_module).pop("training_step", None)
+            if own is not None:
+                pl_module.training_step = own
+
         pl_module.training_step = MethodType(training_step, pl_module)
-        self._run.callback(_unwrap_training_step, pl_module, own)
-
-
-def _unwrap_training_step(module: Any, own: Any) -> None:
-    vars(module).pop("training_step", None)
-    if own is not None:
-        module.training_step = own
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,24 +143,6 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
     return output
 
 
-def _total_updates(trainer: Any) -> float:
-    if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
-        raise ValueError(
-            "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
-            "timm_moe.ExpertWeightAveraging in configure_optimizers and tell it total_updates."
-        )
-    return trainer.estimated_stepping_batches
-
-
-def _warn_of_manual_optimization(module: LightningModule, total_updates: float) -> None:
-    if not module.automatic_optimization:
-        rank_zero_warn(
-            f"Manual optimization: the share rate reaches its end after {total_updates} steps of the optimizer. If it "
-            "takes another number, make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
-            "total_updates."
-        )
-
-
 def _random_state() -> dict[str, Any]:
     """The state of this process's random generators, as torch.load(weights_only=True) reads it."""
     legacy: Any = np.random.get_state()
@@ -164,7 +157,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _is_distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

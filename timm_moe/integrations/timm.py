@@ -42,9 +42,6 @@ from ..training.averaging import UPDATES, ExpertWeightAveraging
 from ..training.optimizers import is_primary, layers_of_trained_experts
 
 _logger = logging.getLogger(__name__)
-_optimizer_signature = inspect.signature(create_optimizer_v2)
-_scheduler_signature = inspect.signature(create_scheduler_v2)
-_summary_signature = inspect.signature(update_summary)
 
 #: Undo each change of timm, the last one first; empty where the hooks are not installed.
 _undo: list[Callable[[], Any]] = []
@@ -55,7 +52,7 @@ _undo: list[Callable[[], Any]] = []
 
 @functools.wraps(create_optimizer_v2)
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
-    call = _optimizer_signature.bind(*args, **kwargs)
+    call = inspect.signature(create_optimizer_v2).bind(*args, **kwargs)
     model = call.arguments["model_or_params"]
     if not isinstance(model, nn.Module):
         return create_optimizer_v2(*args, **kwargs)
@@ -80,32 +77,28 @@ def _undecayed(model: nn.Module, names: set[str]) -> Iterator[None]:
         yield
         return
     attributes, own = vars(model), getattr(model, "no_weight_decay", set)
-    before = attributes.get("no_weight_decay")
+    before = {name: value for name, value in attributes.items() if name == "no_weight_decay"}
     attributes["no_weight_decay"] = lambda: {*own(), *names}
     try:
         yield
     finally:
         del attributes["no_weight_decay"]  # back to the method of the class
-        if before is not None:
-            attributes["no_weight_decay"] = before
+        attributes.update(before)
 
 
 @functools.wraps(adaptive_clip_grad)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     stacked = {id(parameter) for layer in living(MoeMlp) for _, parameter in layer.named_expert_parameters()}
-    units = [part for p in given for part in (_experts_of(p) if id(p) in stacked else [p])]
+    units: list[Tensor] = []
+    for parameter in given:
+        if id(parameter) not in stacked or parameter.grad is None:
+            units.append(parameter)
+            continue
+        for part, gradient in zip(parameter.detach().unbind(0), parameter.grad.unbind(0), strict=True):
+            part.grad = gradient  # which shares the memory, as the part does
+            units.append(part)
     adaptive_clip_grad(units, *args, **kwargs)
-
-
-def _experts_of(stacked: Tensor) -> list[Tensor]:
-    """Each expert's part of a stacked parameter, (...) of (E, ...), with its part of the gradient; memory is shared."""
-    if stacked.grad is None:
-        return []
-    parts = list(stacked.detach().unbind(0))
-    for part, gradient in zip(parts, stacked.grad.unbind(0), strict=True):
-        part.grad = gradient
-    return parts
 
 
 # --- scheduler: averaging and statistics of a run
@@ -114,7 +107,7 @@ def _experts_of(stacked: Tensor) -> list[Tensor]:
 @functools.wraps(create_scheduler_v2)
 def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
-    arguments = _scheduler_signature.bind(*args, **kwargs).arguments
+    arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     register(arguments["optimizer"])
     _attach_averaging(arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
@@ -192,7 +185,7 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 @functools.wraps(update_summary)
 def _update_summary(*args: Any, **kwargs: Any) -> None:
     update_summary(*args, **kwargs)
-    arguments = _summary_signature.bind(*args, **kwargs).arguments
+    arguments = inspect.signature(update_summary).bind(*args, **kwargs).arguments
     for optimizer in living(Optimizer)[-1:]:  # of the run that began last
         epoch_log.write_epoch(Path(arguments["filename"]).parent, arguments["epoch"], optimizer)
 
@@ -217,36 +210,25 @@ def _with_router_losses(call: Any) -> Any:
 
 
 def _with_member_loss(init: Any) -> Any:
-    """Let the criterion of a task see each member of its model's ensemble."""
+    """Let the criterion of a task see each member of its model's ensemble; refuse a task with another loss.
+
+    A teacher's outputs may broadcast against a student's members without an error.
+    """
 
     @functools.wraps(init)
-    def init_and_wrap(self: ClassificationTask, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        is_ensemble = hasattr(unwrapped(model), "forward_members")
-        if is_ensemble and getattr(self, "multi_label", False):
+    def init_and_wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        model = unwrapped(inspect.signature(init).bind(self, *args, **kwargs).args[1])  # or the student
+        is_ensemble = hasattr(model, "forward_members")
+        if is_ensemble and (not isinstance(self, ClassificationTask) or getattr(self, "multi_label", False)):
             raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(model)).__name__}: its "
-                "members' probabilities are of one class for each image."
+                f"{type(self).__name__} cannot train an ensemble such as {type(model).__name__}, whose members each "
+                "learn one class for each image: take a ClassificationTask. A distillation may have it as the teacher."
             )
-        init(self, model, *args, **kwargs)
+        init(self, *args, **kwargs)
         if is_ensemble:
             self.criterion = MemberLoss(self.criterion)
 
     return init_and_wrap
-
-
-def _without_members(init: Any) -> Any:
-    """Refuse a student that is an ensemble: a teacher's outputs may broadcast against its members' without an error."""
-
-    @functools.wraps(init)
-    def refuse_or_init(self: TrainingTask, student_model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if hasattr(unwrapped(student_model), "forward_members"):
-            raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(unwrapped(student_model)).__name__}: "
-                "a teacher's outputs are not compared with each member's. It can be the teacher."
-            )
-        init(self, student_model, *args, **kwargs)
-
-    return refuse_or_init
 
 
 # --- models
@@ -258,12 +240,7 @@ def build_instead(
     variant: str,
     **kwargs: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Let an entrypoint of timm build a model of another class, and do all else as ever.
-
-    Args:
-        entrypoint: of timm; ``kwargs`` are its arguments.
-        class_instead: gives the class to build for the class that timm names.
-        variant: name of the model to build.
+    """Let an entrypoint of timm build ``variant``, of the class that ``class_instead`` gives for timm's own.
 
     Returns:
         The model, and the arguments that the entrypoint gave to timm's builder.
@@ -329,10 +306,10 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
         yield scheduler_class, "step_update", functools.partial(_at_scheduler_step, position="num_updates")
     yield TrainingTask, "__call__", _with_router_losses
-    yield ClassificationTask, "__init__", _with_member_loss
-    for task in ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask"):
+    distillations = ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask")
+    for task in ("ClassificationTask", *distillations):
         if hasattr(timm.task, task):  # older versions have fewer
-            yield getattr(timm.task, task), "__init__", _without_members
+            yield getattr(timm.task, task), "__init__", _with_member_loss
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:

@@ -6,7 +6,6 @@ an :class:`ExpertCallback`.
 """
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,9 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
         FileNotFoundError: if the folder holds no safetensors file.
         RuntimeError: if names or shapes differ from the model's.
     """
-    whole, index = Path(folder, "model.safetensors"), Path(folder, "model.safetensors.index.json")
-    if whole.is_file():
-        files = [whole]
-    elif index.is_file():
-        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [Path(folder, Path(part).name) for part in parts]
-    else:
+    whole = Path(folder, "model.safetensors")
+    files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
+    if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
     state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
     _take_saved_names(model, state_dict)
@@ -133,18 +128,14 @@ def _add_router_losses(
     if not model.training:
         return result
     loss, *outputs = result if return_outputs else (result,)
-    scale = 1 / trainer.current_gradient_accumulation_steps if _is_scaled(trainer, num_items_in_batch) else 1.0
+    # A loss that is divided by the number of accumulated batches already is not divided by Trainer.
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in earlier versions
+    if is_scaled is None:
+        by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        is_scaled = by_model or trainer.compute_loss_func is not None
+    scale = 1 / trainer.current_gradient_accumulation_steps if is_scaled else 1.0
     loss = add_router_losses(model, loss, scale)
     return (loss, *outputs) if return_outputs else loss
-
-
-def _is_scaled(trainer: Trainer, num_items_in_batch: Tensor | int | None) -> bool:
-    """True if the loss is already divided by the number of accumulated batches, so that Trainer does not divide it."""
-    stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in earlier versions
-    if stated is not None:
-        return stated
-    by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
-    return by_model or trainer.compute_loss_func is not None
 
 
 @_wrap("log")

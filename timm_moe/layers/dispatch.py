@@ -38,13 +38,6 @@ class Routing(NamedTuple):
         return (self.slots.unsqueeze(-1) >= self.offsets).sum(-1)
 
 
-class Queue(NamedTuple):
-    """The queues of the experts, one in each group."""
-
-    rank_GSK: Tensor  # position of each choice in the queue of its expert, from 0
-    length_GE: Tensor  # choices in each queue
-
-
 def expert_capacity(
     choices: int, num_experts: int, capacity_factor: float, rounding: str = "ceil", multiple_of: int = 4
 ) -> int:
@@ -72,10 +65,13 @@ def expert_capacity(
     return math.ceil(capacity / multiple_of) * multiple_of
 
 
-def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> Queue:
+def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
 
     With priorities, rows of a higher one go first, equal ones in row order (batch priority routing, algorithm 2).
+
+    Returns:
+        (G, S, K) position of each choice in the queue of its expert, from 0, and (G, E) choices in each queue.
     """
     groups, rows, choices = expert_GSK.shape
     if priority_GS is not None:
@@ -86,15 +82,18 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
         visit_GSK = visit_GS.unsqueeze(2).expand_as(expert_GSK)
         expert_GSK = expert_GSK.gather(1, visit_GSK)
     expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
-    rank_GN, length_GE = (_ranks_by_count if in_plain_operators() else _ranks_by_sort)(expert_GN, num_experts)
+    rank_GN, length_GE = _ranks(expert_GN, num_experts)
     rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
     if priority_GS is not None:
         rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
-    return Queue(rank_GSK, length_GE)
+    return rank_GSK, length_GE
 
 
-def _ranks_by_sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _ranks(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Position of each choice in the queue of its expert, and the lengths of the queues."""
+    if in_plain_operators():  # at E times the memory
+        is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
+        return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
     sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
     length_GE = expert_GN.new_zeros(expert_GN.shape[0], num_experts)
     length_GE = length_GE.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
@@ -103,17 +102,11 @@ def _ranks_by_sort(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     return torch.empty_like(expert_GN).scatter_(1, order_GN, slot_GN - start_GE.gather(1, sorted_GN)), length_GE
 
 
-def _ranks_by_count(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Like :func:`_ranks_by_sort`, by operators that ONNX has, at E times the memory."""
-    is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
-    return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
-
-
 def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
     """Give each choice a slot of its expert; without capacities no queue is needed."""
     rows, choices = expert_TK.shape
     if in_plain_operators():
-        return assign(expert_TK[None], gate_TK[None], queue(expert_TK[None], num_experts), rows)
+        return assign(expert_TK[None], gate_TK[None], *queue(expert_TK[None], num_experts), rows)
     sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
     slot_N = torch.empty_like(choice_N)
     slot_N.scatter_(0, choice_N, torch.arange(rows * choices, device=expert_TK.device))
@@ -121,19 +114,19 @@ def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
     return Routing(choice_N // choices, offsets, slot_N.view(rows, choices), gate_TK)
 
 
-def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> Routing:
+def assign(expert_GSK: Tensor, gate_GSK: Tensor, rank_GSK: Tensor, length_GE: Tensor, capacity: int) -> Routing:
     """Give each choice that is within the capacity of its expert in each group a slot of the expert."""
     groups, rows, _ = expert_GSK.shape
-    num_experts = line.length_GE.shape[1]
+    num_experts = length_GE.shape[1]
     num_slots, allowed = expert_GSK.numel(), groups * num_experts * capacity
     if expert_GSK.is_meta:  # where costs are counted: all slots, used or not, as in V-MoE's implementation
         num_slots = allowed
     elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():
         num_slots = min(num_slots, allowed + 1)  # one of padding
-    kept_EG = line.length_GE.T.clamp(max=capacity)
+    kept_EG = length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
-    slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + line.rank_GSK
-    is_kept_GSK = line.rank_GSK < capacity
+    slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + rank_GSK
+    is_kept_GSK = rank_GSK < capacity
     slot_GSK = torch.where(is_kept_GSK, slot_GSK, num_slots - 1)  # padding, if anything is dropped
     gate_GSK = torch.where(is_kept_GSK, gate_GSK, 0)
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
@@ -143,17 +136,16 @@ def assign(expert_GSK: Tensor, gate_GSK: Tensor, line: Queue, capacity: int) -> 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
-    return _apply(_Dispatch, x_TD, routing.token_indices, routing.slots, None)
+    return _move(x_TD, routing.token_indices, routing.slots, None, True)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     """(T, D): the sum of the experts' outputs for each row, weighted by the gates; zero if all choices were dropped."""
-    return _apply(_Combine, y_ND, routing.token_indices, routing.slots, routing.gates)
+    return _move(y_ND, routing.token_indices, routing.slots, routing.gates, False)
 
 
-def _apply(function: Any, rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-    run = function.apply if torch.is_grad_enabled() else function.forward  # the latter is faster
-    return run(rows, index_N, slot_TK, gate_TK)
+def _move(*args: Any) -> Tensor:
+    return (_Move.apply if torch.is_grad_enabled() else _Move.forward)(*args)  # the latter is faster
 
 
 def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> Tensor:
@@ -167,50 +159,32 @@ def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> T
     return sum(picked[1:], start=picked[0])
 
 
-def _products(x_TD: Tensor, y_ND: Tensor, index_N: Tensor, slot_TK: Tensor) -> Tensor:
-    """(T, K) the product of each row with each of its slots."""
-    return torch.linalg.vecdot(x_TD.index_select(0, index_N), y_ND)[slot_TK]
-
-
-# Each of the two is the other's derivative. The derivatives of torch's own operators add rows by atomic operations on
-# GPUs, in an order that changes from run to run.
-
-
 class _Move(torch.autograd.Function):
-    """Base of both; inputs are rows, ``index_N``, ``slot_TK`` and ``gate_TK``."""
+    """Moves rows to the experts, each times its gate, or sums the slots of each row, each times its gate.
+
+    Each of the two is the other's derivative. The derivatives of torch's own operators add rows by atomic operations on
+    GPUs, in an order that changes from run to run.
+    """
+
+    @staticmethod
+    def forward(rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None, to_experts: bool) -> Tensor:
+        if not to_experts:
+            return _weighted_sum(rows, slot_TK, gate_TK)
+        if gate_TK is None:
+            return rows.index_select(0, index_N)
+        gate_N = gate_TK.new_zeros(index_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
+        return _weighted_sum(rows, index_N.unsqueeze(1), gate_N.unsqueeze(1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, *routing = inputs
+        rows, *routing, ctx.to_experts = inputs
         ctx.save_for_backward(*routing, rows if ctx.needs_input_grad[3] else None)
 
-
-class _Dispatch(_Move):
-    """Pick rows by ``index_N``, each times the gate of its choice."""
-
     @staticmethod
-    def forward(x_TD: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-        if gate_TK is None:
-            return x_TD.index_select(0, index_N)
-        gate_N = gate_TK.new_zeros(index_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
-        return _weighted_sum(x_TD, index_N.unsqueeze(1), gate_N.unsqueeze(1))
-
-    @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        index_N, slot_TK, gate_TK, x_TD = ctx.saved_tensors
-        grad_TK = None if x_TD is None else _products(x_TD, grad_ND, index_N, slot_TK).to(gate_TK.dtype)
-        return _apply(_Combine, grad_ND, index_N, slot_TK, gate_TK), None, None, grad_TK
-
-
-class _Combine(_Move):
-    """Sum the slots of each row, each times its gate."""
-
-    @staticmethod
-    def forward(y_ND: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-        return _weighted_sum(y_ND, slot_TK, gate_TK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        index_N, slot_TK, gate_TK, y_ND = ctx.saved_tensors
-        grad_TK = None if y_ND is None else _products(grad_TD, y_ND, index_N, slot_TK).to(gate_TK.dtype)
-        return _apply(_Dispatch, grad_TD, index_N, slot_TK, gate_TK), None, None, grad_TK
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index_N, slot_TK, gate_TK, rows = ctx.saved_tensors
+        grad_TK = None
+        if rows is not None:  # the product of each row with each of its slots
+            x_TD, y_ND = (rows, grad) if ctx.to_experts else (grad, rows)
+            grad_TK = torch.linalg.vecdot(x_TD.index_select(0, index_N), y_ND)[slot_TK].to(gate_TK.dtype)
+        return _move(grad, index_N, slot_TK, gate_TK, not ctx.to_experts), None, None, grad_TK, None

@@ -92,19 +92,16 @@ class Experts(StackedParameters):
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
         if expert_dropout is not None:
-            self._set_dropout(expert_dropout)
+            self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
+            if not self._dense_rates:
+                raise ValueError(f"A {type(ffn).__name__} has no dropout, so expert_dropout cannot be set.")
+            is_number = isinstance(expert_dropout, (int, float)) and not isinstance(expert_dropout, bool)
+            if not is_number or not 0 <= expert_dropout <= 1:
+                raise ValueError(f"expert_dropout must lie between 0 and 1, got {expert_dropout!r}.")
         for path, module in dropouts(self._ffn):
+            module.p = module.p if expert_dropout is None else float(expert_dropout)
             module_path, _, name = path.rpartition(".")
             self._submodule(module_path).add_module(name, module)
-
-    def _set_dropout(self, rate: float) -> None:
-        self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
-        if not self._dense_rates:
-            raise ValueError(f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set.")
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
-            raise ValueError(f"expert_dropout must lie between 0 and 1, got {rate!r}.")
-        for _, dropout in dropouts(self._ffn):
-            dropout.p = float(rate)
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self

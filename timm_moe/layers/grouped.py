@@ -37,33 +37,21 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
         dtype = torch.get_autocast_dtype(device)
         x_ND, weight_EHD = x_ND.to(dtype), weight_EHD.to(dtype)
         bias_EH = bias_EH if bias_EH is None else bias_EH.to(dtype)
-    return _linear(x_ND, weight_EHD, bias_EH, end_E)
+    return _call(_Linear, x_ND, weight_EHD, bias_EH, end_E)
 
 
 def spread_over_rows(stacked_EH: Tensor, end_E: Tensor, rows: int) -> Tensor:
     """(N, H): for each row the vector of its expert; zero after the last run."""
-    nothing_ND = stacked_EH.new_empty(rows, 0)
-    return _linear(nothing_ND, stacked_EH.new_empty(*stacked_EH.shape, 0), stacked_EH, end_E)  # a bias alone
+    nothing_ND, nothing_EHD = stacked_EH.new_empty(rows, 0), stacked_EH.new_empty(*stacked_EH.shape, 0)
+    return _call(_Linear, nothing_ND, nothing_EHD, stacked_EH, end_E)  # a bias alone
 
 
-def _linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    if _needs_function(x_ND, weight_EHD, bias_EH):
-        return _Linear.apply(x_ND, weight_EHD, bias_EH, end_E)
-    return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
-
-
-def _outer(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    """``y.T @ x`` of each run, (E, H, D), and the sum of y, (E, H): gradients of a linear layer's weight and bias."""
-    if _needs_function(y_NH, x_ND):
-        return _Outer.apply(y_NH, x_ND, end_E, with_sum)
-    return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
-
-
-def _needs_function(*tensors: Tensor | None) -> bool:
+def _call(function: Any, *args: Any) -> Any:
     """Avoid an autograd function where it only takes time; in forward mode it raises, and the bare operator gives 0."""
     if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
+        return function.forward(*args)
+    is_dual = (isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args)
+    return (function.apply if torch.is_grad_enabled() or any(is_dual) else function.forward)(*args)
 
 
 # Each of the two is the other's derivative.
@@ -83,10 +71,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_EHD, end_E = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = _linear(grad_NH, weight_EHD.transpose(1, 2), None, end_E) if needs_x else None
+        grad_x = _call(_Linear, grad_NH, weight_EHD.transpose(1, 2), None, end_E) if needs_x else None
         if not needs_weight and not needs_bias:
             return grad_x, None, None, None
-        grad_weight, grad_bias = _outer(grad_NH, x_ND, end_E, needs_bias)
+        grad_weight, grad_bias = _call(_Outer, grad_NH, x_ND, end_E, needs_bias)
         return grad_x, grad_weight, grad_bias if needs_bias else None, None
 
 
@@ -104,8 +92,8 @@ class _Outer(torch.autograd.Function):
     def backward(ctx: Any, grad_EHD: Tensor, grad_EH: Tensor) -> tuple[Tensor | None, ...]:
         y_NH, x_ND, end_E = ctx.saved_tensors
         needs_y, needs_x, *_ = ctx.needs_input_grad
-        grad_y = _linear(x_ND, grad_EHD, grad_EH if ctx.with_sum else None, end_E) if needs_y else None
-        grad_x = _linear(y_NH, grad_EHD.transpose(1, 2), None, end_E) if needs_x else None
+        grad_y = _call(_Linear, x_ND, grad_EHD, grad_EH if ctx.with_sum else None, end_E) if needs_y else None
+        grad_x = _call(_Linear, y_NH, grad_EHD.transpose(1, 2), None, end_E) if needs_x else None
         return grad_y, grad_x, None, None
 
 

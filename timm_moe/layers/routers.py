@@ -177,7 +177,7 @@ class TopKRouter(RecordingRouter):
             gate_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
         if capacity is None:
             return assign_all(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
-        return assign(expert_GSK, gate_GSK, queue(expert_GSK, self.num_experts, priority_GS), capacity)
+        return assign(expert_GSK, gate_GSK, *queue(expert_GSK, self.num_experts, priority_GS), capacity)
 
     def _groups(self, batch: int) -> int:
         size = self.group_images

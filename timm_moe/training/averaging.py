@@ -194,7 +194,15 @@ class ExpertWeightAveraging:
         self._follow(optimizer)
         register(self)
         if is_primary():
-            _logger.info(self._describe(layers))
+            experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
+            rate, course = self._stated(layers[0])
+            is_named = isinstance(course, str)
+            course = f"{rate:g}, schedule {course}" if is_named else f"by {getattr(course, '__name__', 'a function')}"
+            after = f", continuing after update {self.updates}" if self.updates else ""
+            _logger.info(
+                f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, share rate "
+                f"{course}, over {total_updates} updates{after}."
+            )
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
@@ -289,19 +297,6 @@ class ExpertWeightAveraging:
         self.share_rate = due[0][0] if due else 0.0
         for beta, stacked in due:
             average_(stacked, beta)
-
-    def _describe(self, layers: list[MoeMlp]) -> str:
-        experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
-        if callable(self._schedule):
-            course = f"share rate by {getattr(self._schedule, '__name__', 'a function')}"
-        else:
-            rate, schedule = self._stated(layers[0])
-            course = f"share rate {rate:g}, schedule {schedule}"
-        after = f", continuing after update {self.updates}" if self.updates else ""
-        return (
-            f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, {course}, "
-            f"over {self.total_updates} updates{after}."
-        )
 
 
 @torch.compiler.disable  # the step of an optimizer may be compiled

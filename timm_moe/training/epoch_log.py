@@ -14,7 +14,7 @@ from ..layers import MoeMlp
 from ..layers.living import living
 from .averaging import ExpertWeightAveraging
 from .optimizers import trained_layers
-from .router_losses import by_block, summary_of_epoch
+from .router_losses import by_block
 
 _logger = logging.getLogger(__name__)
 
@@ -25,24 +25,21 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     """Add an epoch that ends to the file; later ones, which an earlier run left there, are taken out of it.
 
     Nothing is written if the optimizer trains no experts. Errors become warnings: they must not end a run.
-
-    Args:
-        folder: train.py's.
-        epoch: number of the epoch, from 0.
-        optimizer: of the run.
     """
     layers = sorted(trained_layers(optimizer, living(MoeMlp)), key=by_block)
     if not layers:
         return
+    averaging = ExpertWeightAveraging.of(optimizer)
+    statistics: dict[str, Any] = {}
+    for layer in layers:
+        totals: Any = getattr(layer.router, "totals", None)  # None if it was not trained, or has no losses
+        routing = {} if totals is None or totals.complete else vars(totals.summary())
+        statistics[layer.path or "experts"] = {"spread": relative_distance_to_mean(layer), **routing}
+    share_rate = None if averaging is None else averaging.share_rate
     try:
-        earlier = [entry for entry in _epochs_so_far(folder) if entry["epoch"] < epoch]
-        averaging = ExpertWeightAveraging.of(optimizer)
-        entry = {
-            "epoch": epoch,
-            "share_rate": None if averaging is None else averaging.share_rate,
-            "layers": {layer.path or "experts": _statistics(layer) for layer in layers},
-        }
-        write_json(folder / FILE, {"epochs": [*earlier, entry]})
+        epochs = [entry for entry in _epochs_so_far(folder) if entry["epoch"] < epoch]
+        epochs.append({"epoch": epoch, "share_rate": share_rate, "layers": statistics})
+        write_json(folder / FILE, {"epochs": epochs})
     except (OSError, ValueError) as error:
         _logger.warning("The experts' statistics of epoch %s are not in %s: %s", epoch, folder / FILE, error)
 
@@ -55,11 +52,6 @@ def _epochs_so_far(folder: Path) -> list[dict[str, Any]]:
         aside = (folder / FILE).replace(folder / f"{FILE}.damaged")
         _logger.warning("%s It is now %s, and a new file begins.", error, aside)
         return []
-
-
-def _statistics(layer: MoeMlp) -> dict[str, Any]:
-    summary = summary_of_epoch(layer)
-    return {"spread": relative_distance_to_mean(layer), **({} if summary is None else vars(summary))}
 
 
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
@@ -79,19 +71,15 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
     try:
         epochs = json.loads(file.read_text())["epochs"]
         for entry in epochs:
-            _check_entry(entry)
+            numbers = [entry["share_rate"]]
+            for layer in entry["layers"].values():
+                losses, load = layer.get("losses", {}), layer.get("load", [])
+                numbers += [layer["spread"], layer.get("dropped"), *losses.values(), *load]
+            if type(entry["epoch"]) is not int or {type(number) for number in numbers} - {int, float, type(None)}:
+                raise TypeError("expected a number")
         return sorted(epochs, key=lambda entry: entry["epoch"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: it is not the list of epochs that training writes.") from error
-
-
-def _check_entry(entry: dict[str, Any]) -> None:
-    """Raise any of four errors if something is missing or of another type."""
-    numbers = [entry["share_rate"]]
-    for layer in entry["layers"].values():
-        numbers += [layer["spread"], layer.get("dropped"), *layer.get("losses", {}).values(), *layer.get("load", [])]
-    if type(entry["epoch"]) is not int or not all(type(number) in (int, float, type(None)) for number in numbers):
-        raise TypeError("expected a number")
 
 
 @torch.no_grad()

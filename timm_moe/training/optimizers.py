@@ -1,11 +1,10 @@
 """Optimizers: the expert layers that one trains, and hooks on its steps."""
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..layers import MoeMlp
@@ -23,9 +22,9 @@ def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) ->
     return [layer for layer in layers if any(id(source) in trained for source in _sources(layer))]
 
 
-def _sources(layer: MoeMlp) -> list[Tensor]:
+def _sources(layer: MoeMlp) -> list[nn.Parameter]:
     """The parameters that the experts of a layer are, or are computed from."""
-    experts: list[Tensor] = [attrgetter(name)(layer) for name in layer.stacked_shapes]
+    experts = [stacked for _, stacked in layer.named_expert_parameters()]
     if all(isinstance(stacked, nn.Parameter) for stacked in experts) and not layer.adapted():
         return experts
     own = layer.named_parameters()
@@ -80,10 +79,11 @@ def is_first_time(optimizer: Optimizer, warning: str) -> bool:
     return is_first
 
 
+def is_distributed() -> bool:
+    """Return True if several processes train."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def is_primary() -> bool:
     """Return True in the process that logs."""
-    return (
-        not torch.distributed.is_available()
-        or not torch.distributed.is_initialized()
-        or torch.distributed.get_rank() == 0
-    )
+    return not is_distributed() or torch.distributed.get_rank() == 0

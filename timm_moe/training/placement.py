@@ -2,17 +2,14 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..convert.blocks import expert_parameters
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Shard
 
-
-def expert_placement(model: nn.Module) -> "Callable[[nn.Parameter], Shard | None]":
+def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     """Let FSDP2 give each process a part of every expert, so that averaging stays local.
 
     Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is the expert. The
@@ -29,7 +26,7 @@ def expert_placement(model: nn.Module) -> "Callable[[nn.Parameter], Shard | None
     # Weak references: once sharded, the whole parameters must not stay in memory.
     experts = {id(stacked): weakref.ref(stacked) for stacked in expert_parameters(model).values()}
 
-    def place(parameter: nn.Parameter) -> "Shard | None":
+    def place(parameter: nn.Parameter) -> Shard | None:
         expert = experts.get(id(parameter))
         if expert is None or expert() is not parameter or parameter.ndim < 2:
             return None

@@ -94,24 +94,18 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     losses = []
     for layer in routed_layers(model):
-        records = layer.router.take()
-        if records:
-            _add_to_totals(layer, records)
+        records, totals = layer.router.take(), layer.router.totals
+        if records and (totals is None or totals.complete):
+            totals = layer.router.totals = _Totals()
+        for record in records:
+            totals.add(record)
+        if records and totals.forwards % FINITE_CHECK_INTERVAL == 0:
+            totals.warn_if_not_finite(layer)
         losses += [record.weighted_loss for record in records if record.weighted_loss is not None]
     if not losses:
         reference = next(model.parameters(), None)
         return torch.zeros((), device=None if reference is None else reference.device)
     return torch.stack(losses).sum()
-
-
-def _add_to_totals(layer: Any, records: list[RouterRecord]) -> None:
-    totals = layer.router.totals
-    if totals is None or totals.complete:
-        totals = layer.router.totals = _Totals()
-    for record in records:
-        totals.add(record)
-    if totals.forwards % FINITE_CHECK_INTERVAL == 0:
-        totals.warn_if_not_finite(layer)
 
 
 def has_waiting_losses(model: nn.Module) -> bool:
@@ -196,19 +190,9 @@ def log_epoch(optimizer: Optimizer) -> None:
             totals.complete = True
 
 
-def summary_of_epoch(layer: MoeMlp) -> RoutingSummary | None:
-    """Summarise a router since the last end of an epoch; None if it was not trained, or has no losses."""
-    totals: Any = getattr(layer.router, "totals", None)
-    return None if totals is None or totals.complete else totals.summary()
-
-
 def routed_layers(model: nn.Module) -> list[Any]:
     """The expert layers of a model, however wrapped, whose routers have losses."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, MoeMlp) and isinstance(module.router, RecordingRouter)
-    ]
+    return [layer for layer in moe_layers(model).values() if isinstance(layer.router, RecordingRouter)]
 
 
 def by_block(layer: MoeMlp) -> list[Any]:

@@ -43,22 +43,16 @@ def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
             "ExpertCallback of timm_moe.integrations. If you call average_experts_ yourself, want no averaging, "
             "or train adapters, set share_rate=0."
         )
-    is_flat = not names and any(map(_is_flat, left_out)) and _has_flat_parameters(optimizer)
+    experts = (stacked for layer in left_out for _, stacked in layer.named_expert_parameters())
+    in_pieces = not all(isinstance(stacked, nn.Parameter) for stacked in experts)
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FlatParameter", ())  # nobody uses it unless imported
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    is_flat = not names and in_pieces and any(isinstance(parameter, flat) for parameter in held)
     if is_flat and is_first_time(optimizer, "not averaged"):
         _logger.warning(
             "EWA: nothing averages the experts, since FullyShardedDataParallel holds them in flat pieces: take "
             "fully_shard (FSDP2) with timm_moe.expert_placement, or set share_rate=0."
         )
-
-
-def _is_flat(layer: MoeMlp) -> bool:
-    return not any(isinstance(stacked, nn.Parameter) for _, stacked in layer.named_expert_parameters())
-
-
-def _has_flat_parameters(optimizer: Optimizer) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported nobody uses it
-    flat = getattr(fsdp, "FlatParameter", ())
-    return any(isinstance(parameter, flat) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _refuse_dense_optimizer(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
