@@ -5,7 +5,7 @@ import copy
 import logging
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,26 +90,18 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
         name = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
         _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
     if isinstance(source, nn.Module):
-        return _with_preprocessing(source, spec.preprocessing)
-    path = Path(str(source).removeprefix("local-dir:"))
-    if str(source).startswith("hf-hub:"):
-        return _load_folder(str(source), spec)
-    if path.is_dir() or str(source).startswith("local-dir:"):
-        return _load_folder(f"local-dir:{path}", spec)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
-        )
-    return _load_file(path, spec, use_ema)
-
-
-def _with_preprocessing(model: nn.Module, stated: Preprocessing) -> nn.Module:
-    """Return the model, or if preprocessing is stated a copy with the same weights and another config."""
-    if not stated.stated():
+        stated = spec.preprocessing.stated()
+        if not stated:
+            return source
+        model = copy.copy(unwrapped(source))  # with the same weights and another config
+        state_preprocessing(model, stated)
         return model
-    model = copy.copy(unwrapped(model))
-    state_preprocessing(model, stated.stated())
-    return model
+    name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
+    if name.startswith(SOURCE_PREFIXES):
+        return _load_folder(name, spec)
+    if not Path(name).is_file():
+        raise FileNotFoundError(f"{name} is neither a file nor a folder; a repository is written hf-hub:user/name.")
+    return _load_file(Path(name), spec, use_ema)
 
 
 # --- files
@@ -119,7 +111,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     _require_checksums(path)
     state_dict = _state_dict(checkpoint, path, use_ema)
-    train_args = _training_args(checkpoint)
+    train_args = vars(checkpoint["args"]) if isinstance(checkpoint.get("args"), argparse.Namespace) else {}
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):
@@ -140,12 +132,11 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     except RuntimeError as error:
         raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(error)}") from error
     _warn_of_untrained_routers(model, state_dict, path, name)
-    origins = dict.fromkeys(preprocessing(model), f"the config of {name}")
+    is_guess = not train_args and blueprint == Blueprint(name) and "." not in name
+    origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
     with _train_args_of(path):
         origins |= dict.fromkeys(state_preprocessing(model, train_args), "train.py's arguments")
-    _prepare(model, spec, origins, str(path))
-    if not train_args and blueprint == Blueprint(name) and "." not in name:
-        _warn_of_guess(path, name, [key for key in _GUESSED if origins[key] != "stated"])
+    _prepare(model, spec, origins, str(path), name)
     # Class names may belong to the folder or repository that training started from.
     cfg = get_pretrained_cfg(model)
     set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
@@ -177,31 +168,22 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
 
 def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
     """Describe the model of a name: a registered one, or a folder's or repository's that the user states."""
-    if name.startswith(SOURCE_PREFIXES):
-        folder = _described_in(name)
-        try:
-            return read_config(folder / "config.json", overridden=spec.args())
-        except Exception as error:
-            raise _not_created(name, error) from error
-    check_registered(name)
-    return Blueprint(name)
+    if not name.startswith(SOURCE_PREFIXES):
+        check_registered(name)
+        return Blueprint(name)
+    if name.startswith("local-dir:"):
+        _require_config(_file(name))
+    try:
+        return read_config(_file(name, "config.json"), overridden=spec.args())
+    except Exception as error:
+        raise _not_created(name, error) from error
 
 
 def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor], path: Path, name: str) -> None:
     learned = [f"{path}.router." for path, layer in moe_layers(model).items() if layer.router.state_dict()]
     if learned and not any(name.startswith(tuple(learned)) for name in state_dict):
         _logger.warning(
-            f"{path} holds a dense model: the routers of {name} are untrained, and its experts all copies of one, so "
-            "what is measured or written is no trained expert model."
-        )
-
-
-def _warn_of_guess(source: Path | str, architecture: str, guessed: Sequence[str]) -> None:
-    if guessed:
-        flags = ", ".join(f"--{key.replace('_', '-')}" for key in guessed)
-        _logger.warning(
-            f"{source} does not say how images were prepared in its training; what timm has for {architecture} is a "
-            f"guess: state {flags}."
+            f"{path} holds a dense model: the routers of {name} are untrained, and its experts all copies of one."
         )
 
 
@@ -216,9 +198,7 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
     if not found:
         return state_dict
     if len(found) > 1:
-        raise ValueError(
-            f"{path} holds several models, under {' and '.join(found)}: write the weights of one to their own file."
-        )
+        raise ValueError(f"{path} holds several models, under {' and '.join(found)}: write the weights of one alone.")
     (prefix,) = found
     others = [name for name in state_dict if not name.startswith(prefix)]
     left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
@@ -244,64 +224,46 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         raise _not_created(name, error) from error
     described = blueprint.pretrained_cfg or {}
     origins = {key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)}
-    _prepare(model, spec, origins, name)
-    _warn_of_guess(name, blueprint.architecture, [key for key in _GUESSED if origins[key] == _DEFAULT])
+    _prepare(model, spec, origins, name, blueprint.architecture)
     return model
 
 
 def _load_exactly(model: nn.Module, state_dict: dict[str, Tensor], held: int) -> None:
     """Load weights if they match the model exactly: none missing, reshaped, or left over of the ``held`` tensors."""
-    own = model.state_dict()
-    for name, tensor in own.items():
+    for name, tensor in model.state_dict().items():
         if name not in state_dict:
             raise ValueError(f"the weights hold no {name}, which the model has.")
-        if state_dict[name].shape != tensor.shape:
+        if state_dict[name].shape != tensor.shape:  # load_state_dict repeats a dense network's
             sizes = [tuple(shape) for shape in (state_dict[name].shape, tensor.shape)]
             raise ValueError(f"the weights hold {name} of shape {sizes[0]}, the model one of {sizes[1]}.")
-    for name in state_dict:
-        if name not in own:
-            raise ValueError(f"the weights hold {name}, which the model has not.")
     if held > len(state_dict):
         raise ValueError("the weights hold more than the model's.")
     model.load_state_dict(state_dict)
 
 
-def _described_in(name: str) -> Path:
-    """Return the folder of a ``local-dir:`` name, or the folder to which a repository's config.json was fetched."""
-    if name.startswith("hf-hub:"):
-        try:
-            return _fetch(name, "config.json").parent
-        except Exception as error:
-            raise _not_created(name, error) from error
-    folder = Path(name.removeprefix("local-dir:"))
+def _require_config(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(_without_config(folder))
-    return folder
-
-
-def _without_config(folder: Path) -> str:
-    checkpoint = next((name for name in _CHECKPOINTS if (folder / name).is_file()), None)
-    if checkpoint is not None:
-        return f"The folder {folder} is one of train.py's: name the checkpoint in it, {folder / checkpoint}."
-    weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if weights is not None:
-        return f"The folder {folder} has no config.json: name the weights, {folder / weights}, and their --model."
-    return f"The folder {folder} has no config.json, so it holds no timm model."
+    found = [folder / name for name in ("config.json", *_CHECKPOINTS, *_WEIGHTS) if (folder / name).is_file()]
+    if not found:
+        raise FileNotFoundError(f"The folder {folder} has no config.json, so it holds no timm model.")
+    if found[0].name in _CHECKPOINTS:
+        raise FileNotFoundError(f"The folder {folder} is one of train.py's: name the checkpoint in it, {found[0]}.")
+    if found[0].name in _WEIGHTS:
+        raise FileNotFoundError(f"{folder} has no config.json: name the weights, {found[0]}, and their --model.")
 
 
 def _weights_file(name: str) -> Path:
     if name.startswith("hf-hub:"):
         for file in _WEIGHTS[:2]:
             try:
-                return _fetch(name, file)
+                return _file(name, file)
             except LocalEntryNotFoundError:  # the Hub cannot be reached
                 raise
             except EntryNotFoundError:
                 continue
         raise ValueError(f"it has no {' or '.join(_WEIGHTS[:2])}.")
-    folder = Path(name.removeprefix("local-dir:"))
+    folder = _file(name)
     named = [folder / file for file in _WEIGHTS if (folder / file).is_file()]
     others = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pth", ".bin"))
     if not named and len(others) != 1:
@@ -309,8 +271,10 @@ def _weights_file(name: str) -> Path:
     return (named or others)[0]
 
 
-def _fetch(name: str, file: str) -> Path:
-    """Fetch a file of a repository that the user named, from the Hub or from the cache."""
+def _file(name: str, file: str = "") -> Path:
+    """Return the path of a file in the folder, or in the repository, from which it is fetched, that the user named."""
+    if name.startswith("local-dir:"):
+        return Path(name.removeprefix("local-dir:"), file)
     repo_id, _, revision = name.removeprefix("hf-hub:").partition("@")
     return Path(hf_hub_download(repo_id, file, revision=revision or None))
 
@@ -334,20 +298,21 @@ def _not_created(name: str, error: Exception) -> ValueError:
     return ValueError(f"{name} cannot be created{from_files}: {first_problem(error)}")
 
 
-def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], name: str) -> None:
-    """Write the user's preprocessing to the model's config and log all of it; adds to ``origins``."""
+def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source: str, architecture: str) -> None:
+    """Write the user's preprocessing to the model's config, and log all of it by ``origins``."""
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing.stated()), "stated")
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
     shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
-    _logger.info(f"Images for {name}: {shown_entries}.")
-
-
-def _training_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    args = checkpoint.get("args")
-    return vars(args) if isinstance(args, argparse.Namespace) else {}
+    _logger.info(f"Images for {source}: {shown_entries}.")
+    guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
+    if guessed:
+        _logger.warning(
+            f"{source} does not say how images were prepared in its training; what timm has for {architecture} is a "
+            f"guess: state {', '.join(guessed)}."
+        )
 
 
 def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
@@ -403,15 +368,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _require_checksums(path: Path) -> None:
-    """Raise ValueError if a zip file does not match its checksums, which torch.load ignores.
-
-    All of them are 0 if torch.save was set to write none.
-    """
+    """Raise ValueError if a zip file does not match its checksums, which torch.load ignores."""
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            checked = any(record.CRC for record in archive.infolist())
+            checked = any(record.CRC for record in archive.infolist())  # all are 0 if torch.save was to write none
             damaged = archive.testzip() if checked else None
     except Exception as error:  # a damaged directory of a zip file may raise anything
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
@@ -428,12 +390,10 @@ def _globals_needed(path: Path) -> list[str]:
 
 
 def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[str, Tensor]:
-    if use_ema:
-        if "state_dict_ema" not in checkpoint:
-            raise ValueError(f"{path} has no EMA weights; train with --model-ema to get them.")
-        state_dict = checkpoint["state_dict_ema"]
-    else:
-        state_dict = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
+    if use_ema and "state_dict_ema" not in checkpoint:
+        raise ValueError(f"{path} has no EMA weights; train with --model-ema to get them.")
+    plain = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
+    state_dict = checkpoint["state_dict_ema"] if use_ema else plain
     if not isinstance(state_dict, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state_dict.items()
     ):

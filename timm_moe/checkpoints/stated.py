@@ -111,9 +111,7 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
                 "architecture: if you know it and want it, state it yourself with --model-kwargs."
             )
         if not _is_plain(value, _LONGEST_WORD):
-            raise ValueError(
-                f"{origin} states {name}={shown(value)}, but a file may state numbers, words and lists of them alone."
-            )
+            raise ValueError(f"{origin} states {name}={shown(value)}: a file may state only numbers, words and lists.")
 
 
 def _is_plain(value: Any, longest: int) -> bool:
@@ -134,7 +132,11 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
     entrypoint. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
-    return frozenset(filter(_is_architecture, names))
+    return frozenset(
+        name
+        for name in names.difference(_NO_ARCHITECTURE)
+        if not name.startswith(_NO_ARCHITECTURE_BEGIN) and not name.endswith(_NO_ARCHITECTURE_END)
+    )
 
 
 @functools.cache
@@ -148,11 +150,3 @@ def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
         if "num_classes" in arguments or is_dataclass(known):  # a model, or the options of one
             names |= arguments
     return frozenset(names)
-
-
-def _is_architecture(name: str) -> bool:
-    return (
-        name not in _NO_ARCHITECTURE
-        and not name.startswith(_NO_ARCHITECTURE_BEGIN)
-        and not name.endswith(_NO_ARCHITECTURE_END)
-    )

@@ -117,7 +117,13 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in paths)
             raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
-    _require_fit(state_dict, *model_from_flax(params))
+    name, kwargs = model_from_flax(params)
+    with torch.device("meta"):
+        expected = timm.create_model(name, **kwargs).state_dict()
+    for name, tensor in expected.items():
+        if name not in state_dict or state_dict[name].shape != tensor.shape:
+            found = tuple(state_dict[name].shape) if name in state_dict else "missing"
+            raise ValueError(f"The checkpoint fits no V-MoE: {name} should be {tuple(tensor.shape)}, it is {found}.")
     return state_dict
 
 
@@ -231,13 +237,3 @@ def _tensor(array: Any) -> Tensor:
     if array.dtype.name == "bfloat16":  # ml_dtypes' type, which torch does not take
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(array))  # a copy: JAX's arrays cannot be written to
-
-
-def _require_fit(state_dict: dict[str, Tensor], name: str, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError unless the model takes exactly these tensors."""
-    with torch.device("meta"):
-        expected = timm.create_model(name, **kwargs).state_dict()
-    for key, tensor in expected.items():
-        if key not in state_dict or state_dict[key].shape != tensor.shape:
-            found = tuple(state_dict[key].shape) if key in state_dict else "missing"
-            raise ValueError(f"The checkpoint fits no V-MoE: {key} should be {tuple(tensor.shape)}, it is {found}.")

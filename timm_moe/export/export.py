@@ -163,9 +163,7 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     target = Path(output_dir)
     check_folder(target, FILES, overwrite=True)
     if not overwrite and holds_something(target):
-        raise FileExistsError(
-            f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model."
-        )
+        raise FileExistsError(f"{target} is not empty; pass --overwrite (overwrite=True) to replace its model.")
     return target
 
 
@@ -202,9 +200,7 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
         return unwrapped(load_source(source, settings.spec, settings.use_ema))
     model = timm_model_in(unwrapped(source))
     if getattr(model, "peft_config", None):
-        raise ValueError(
-            f"This {type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns."
-        )
+        raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
     if not is_of_timm(model):
         spec = None if settings.spec == ModelSpec() else settings.spec
         _refuse(model, spec=spec, use_ema=settings.use_ema or None)
@@ -232,9 +228,7 @@ def _require_finite_weights(model: nn.Module) -> None:
             continue
         extremes = torch.stack(tensor.aminmax()) if tensor.is_floating_point() else tensor  # a third of the time
         if not extremes.isfinite().all():
-            raise ValueError(
-                f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
-            )
+            raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it.")
 
 
 def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
@@ -300,11 +294,7 @@ def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, all
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
-        _logger.info(
-            "No dense model computes the function of routed experts. The network that method=%r makes of them is a "
-            "start for training: evaluate it, or train it further as a student.",
-            method,
-        )
+        _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
     expected = source_outputs(model, candidate.inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
@@ -316,11 +306,7 @@ def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, all
 
 
 def _write(candidate: _Candidate, target: Path, overwrite: bool) -> tuple[nn.Module, float | None]:
-    """Write the files, load and compare them, and publish them.
-
-    Returns:
-        The model that was loaded from the files, and the largest difference of its outputs.
-    """
+    """Write, load, compare and publish the files; return the loaded model and the largest difference of outputs."""
     with staged(target) as temporary:
         check_target(target, overwrite)  # another process may have written there since
         folder = temporary / "model"  # the temporary folder itself is closed to other users

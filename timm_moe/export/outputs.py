@@ -27,25 +27,15 @@ def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
     if example_inputs is None:
         shape = _image_shape(model)
         if shape is None and is_of_transformers(model):
-            raise ValueError(
-                f"The config of this {type(model).__name__} does not say which images the model takes: pass "
-                "example_inputs, as {'pixel_values': torch.randn(2, 3, 224, 224)}."
-            )
+            raise ValueError("The model's config does not say which images the model takes: pass example_inputs.")
         if shape is None:
-            _logger.warning(
-                f"This {type(model).__name__} does not state its inputs, so its outputs are not compared: pass "
-                "example_inputs."
-            )
+            _logger.warning("The model states no inputs, so its outputs are not compared: pass example_inputs.")
             return None
         example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     like = next(model.parameters(), torch.empty(0))
-    inputs = _map(
-        example_inputs, lambda tensor: tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
-    )
+    inputs = _map(example_inputs, lambda part: part.to(like.device, like.dtype if part.is_floating_point() else None))
     if not _tensors(inputs):
-        raise ValueError(
-            "example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict of them by name."
-        )
+        raise ValueError("example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name.")
     return inputs
 
 
@@ -123,9 +113,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
         expected, actual = expected.double(), actual.double()
     difference = (expected - actual).abs().max().item()
     if not difference <= TOLERANCE * expected.abs().max().item():
-        raise ValueError(
-            f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written."
-        )
+        raise ValueError(f"The exported model's outputs differ from the source's by {difference:.3g}.")
     return difference
 
 

@@ -218,8 +218,7 @@ def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
     """Load the model of a folder; raise ValueError if an option is given that only a file can follow."""
     if order.settings.use_ema or order.settings.spec not in (None, ModelSpec()):
         raise ValueError(
-            f"The folder {folder} states its model and has one kind of weights: to change something, its preprocessing "
-            "for one, export it to another folder and push that."
+            f"{folder} states its model and has one kind of weights: export it with these options, and push that."
         )
     return load_source(folder)
 
@@ -230,8 +229,7 @@ def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
     if (folder / "README.md").is_file() and order.statements:
         raise ValueError(
-            f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
-            "metrics there, or take the file away."
+            f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file away."
         )
     left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
     if left_out:

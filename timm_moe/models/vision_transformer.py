@@ -58,9 +58,7 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
 
     def restore_stock_class(self) -> None:
         if not isinstance(self.representation, nn.Identity):
-            raise ValueError(
-                "timm's VisionTransformer has no such layer: a model with pre_logits=True cannot become one."
-            )
+            raise ValueError("timm's ViT has no such layer: a model with pre_logits=True cannot become one.")
         del self.representation
         super().restore_stock_class()
 
