@@ -104,6 +104,14 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     return _load_file(Path(name), spec, use_ema)
 
 
+def folder_of(source: nn.Module | str | Path) -> Path | None:
+    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
+    if isinstance(source, nn.Module):
+        return None
+    path = Path(str(source).removeprefix("local-dir:"))
+    return path if path.is_dir() else None
+
+
 # --- files
 
 
@@ -343,7 +351,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the file is damaged, is no checkpoint, or needs code.
     """
-    damaged = f"{path} is damaged or not a checkpoint"
     if path.suffix == ".safetensors" and zipfile.is_zipfile(path):
         raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
     try:
@@ -353,15 +360,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             # Mapped into memory, the optimizer's state in the file is never read.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        needed = _globals_needed(path)
-        if needed:
-            raise ValueError(f"{path} runs code when it is read ({', '.join(needed)}), which is refused.") from error
-        raise ValueError(f"{damaged}.") from error
     except Exception as error:  # a file that is no checkpoint may end in anything
         if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
             raise
-        raise ValueError(f"{damaged}.") from error
+        needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
+        if needed:
+            raise ValueError(f"{path} runs code when it is read ({', '.join(needed)}), which is refused.") from error
+        raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
     return checkpoint

@@ -210,15 +210,10 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
 def _require_registered_experts(model: nn.Module) -> None:
     if not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not is_of_timm(model):
-        raise ValueError(
-            f"This {type(model).__name__} was not made by timm.create_model, so nothing could create it with its "
-            "experts by a name: save its state_dict(), and load that into a model that was converted alike."
-        )
     if not is_registered_here(architecture_of(model)):
         raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
-            "registered model of timm_moe and load the weights into it."
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
+            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
         )
 
 

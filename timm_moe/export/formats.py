@@ -16,7 +16,6 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
@@ -180,14 +179,13 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
             f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
             f"them in model_args. timm says: {first_problem(error)}"
         ) from error
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        saved = set(file.keys())
-        for name, tensor in model.state_dict().items():
-            if name not in saved or not equal_with_nan(tensor, file.get_tensor(name).to(tensor.dtype)):
-                raise ValueError(
-                    f"{loader} does not load {name} as it was saved; if the model was changed after its creation (by "
-                    "set_input_size, say), state what it is now in model_args."
-                )
+    saved = load_file(folder / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        if name not in saved or not equal_with_nan(tensor, saved[name].to(tensor.dtype)):
+            raise ValueError(
+                f"{loader} does not load {name} as it was saved; if the model was changed after its creation (by "
+                "set_input_size, say), state what it is now in model_args."
+            )
     return model
 
 

@@ -3,11 +3,12 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 
 from ..checkpoints.source import first_problem
 from ..model_config import model_input_size
@@ -33,7 +34,11 @@ def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
             return None
         example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     like = next(model.parameters(), torch.empty(0))
-    inputs = _map(example_inputs, lambda part: part.to(like.device, like.dtype if part.is_floating_point() else None))
+
+    def moved(part: Any) -> Any:
+        return part.to(like.device, like.dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
+
+    inputs = map_aggregate(dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, moved)
     if not _tensors(inputs):
         raise ValueError("example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name.")
     return inputs
@@ -115,18 +120,6 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     if not difference <= TOLERANCE * expected.abs().max().item():
         raise ValueError(f"The exported model's outputs differ from the source's by {difference:.3g}.")
     return difference
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to each tensor in a nest of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {name: _map(part, function) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_map(part, function) for part in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    return value
 
 
 def _tensors(value: Any) -> list[Tensor]:

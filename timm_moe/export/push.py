@@ -29,7 +29,7 @@ from huggingface_hub.utils import (
 )
 from torch import nn
 
-from ..checkpoints.source import ModelSpec, describe, load_source
+from ..checkpoints.source import ModelSpec, describe, folder_of, load_source
 from ..convert.blocks import moe_layers
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
@@ -169,14 +169,6 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
     return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
 
 
-def folder_of(source: nn.Module | str | Path) -> Path | None:
-    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
-    if isinstance(source, nn.Module):
-        return None
-    path = Path(str(source).removeprefix("local-dir:"))
-    return path if path.is_dir() else None
-
-
 @dataclass(frozen=True)
 class _Order:
     """The checked options of a push, and a client that is logged in, or None for a dry run."""
@@ -198,8 +190,7 @@ def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
 def client_output() -> Iterator[None]:
     """Let the Hub's client log each line once, and show progress bars on a terminal only, for the time of the block."""
     logger = logging.getLogger("huggingface_hub")
-    unstated = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
-    hide = unstated and not sys.stderr.isatty()
+    hide = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled() and not sys.stderr.isatty()
     propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
     if hide:
         disable_progress_bars()
