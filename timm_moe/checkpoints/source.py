@@ -100,7 +100,9 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     if name.startswith(SOURCE_PREFIXES):
         return _load_folder(name, spec)
     if not Path(name).is_file():
-        raise FileNotFoundError(f"{name} is neither a file nor a folder; a repository is written hf-hub:user/name.")
+        raise FileNotFoundError(
+            f"{name} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
+        )
     return _load_file(Path(name), spec, use_ema)
 
 
@@ -123,7 +125,14 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):
-        stated = {name: value for name, value in _model_args(train_args).items() if name not in spec.args()}
+        input_size = train_args.get("input_size")
+        used = {  # by train.py to create the model
+            "num_classes": train_args.get("num_classes"),
+            "in_chans": train_args.get("in_chans") or (input_size[0] if input_size else None),
+            "global_pool": train_args.get("gp"),
+            **(train_args.get("model_kwargs") or {}),
+        }
+        stated = {name: value for name, value in used.items() if name not in spec.args()}
     check_arguments(blueprint.architecture, stated, path)
     args = {**stated, **spec.args()}
     _require_possible(args, path.stat().st_size, path)
@@ -153,7 +162,6 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
 
 @contextmanager
 def _train_args_of(path: Path) -> Iterator[None]:
-    """Name the file if its arguments of train.py cannot be used."""
     try:
         yield
     except Exception as error:
@@ -291,7 +299,6 @@ def _file(name: str, file: str = "") -> Path:
 
 
 def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
-    """Create a model without its weights; ``args`` override the blueprint's."""
     classes = (blueprint.pretrained_cfg or {}).get("num_classes")  # stated even if 0, for which ViMoE takes 1000
     given = {"num_classes": classes, **blueprint.args, **args}
     given = {option: value for option, value in given.items() if value is not None}
@@ -346,11 +353,7 @@ def describe(error: Exception) -> str:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a checkpoint file without running code of the file.
-
-    Raises:
-        ValueError: if the file is damaged, is no checkpoint, or needs code.
-    """
+    """Read the dictionary in a checkpoint file; ValueError if it is damaged, is no checkpoint, or needs code."""
     if path.suffix == ".safetensors" and zipfile.is_zipfile(path):
         raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
     try:
@@ -404,14 +407,3 @@ def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[s
     ):
         raise ValueError(f"{path} has no state dict of tensors.")
     return clean_state_dict(state_dict)
-
-
-def _model_args(train_args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which train.py created its model, except those that only matter in training."""
-    input_size = train_args.get("input_size")
-    return {
-        "num_classes": train_args.get("num_classes"),
-        "in_chans": train_args.get("in_chans") or (input_size[0] if input_size else None),
-        "global_pool": train_args.get("gp"),
-        **(train_args.get("model_kwargs") or {}),
-    }

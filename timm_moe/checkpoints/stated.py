@@ -55,11 +55,7 @@ class Blueprint:
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
-    """Read a ``config.json`` in timm's layout, without the arguments that the user overrides.
-
-    Raises:
-        ValueError: if it is damaged, states no registered architecture, or states more than a file may.
-    """
+    """Read a ``config.json`` of timm without overridden arguments; ValueError if it states what no file may."""
     config = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise ValueError("it states no architecture of timm.")

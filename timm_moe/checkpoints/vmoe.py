@@ -17,20 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
-from ..models.registration import vit_args
+from ..models.vision_transformer import vmoe_variants
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
-
-#: Registered models with their sizes; all have a hidden width of 4 D.
-_MODELS = {
-    "vmoe_s32": vit_args("vmoe_small", 32),
-    "vmoe_b32": vit_args("base", 32),
-    "vmoe_b16": vit_args("base", 16),
-    "vmoe_l32": vit_args("large", 32),
-    "vmoe_l16": vit_args("large", 16),
-    "vmoe_h14": vit_args("huge", 14),
-}
 
 
 def _same(array: Tensor) -> Tensor:
@@ -150,7 +140,9 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError("The checkpoint's arrays have other shapes than a V-MoE's.") from error
     size = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads)
-    registered = next((name for name, args in _MODELS.items() if args == size and hidden == 4 * dim), None)
+    known = vmoe_variants("vmoe", "V-MoE", {}).items()  # all with a hidden width of 4 D
+    fit = (name for name, model in known if size.items() <= {**model.args, **model.own_size}.items())
+    registered = next(fit, None) if hidden == 4 * dim else None
     name, kwargs = registered or "vmoe_s32", dict[str, Any]()
     if len(router) == 3:
         name, kwargs = name.replace("vmoe", "vmoe_pbe"), {"ensemble_size": router[1]}

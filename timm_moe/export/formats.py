@@ -138,12 +138,11 @@ def architecture_of(model: nn.Module) -> str:
     return name if is_of_transformers(model) and module.startswith("transformers.") else f"{module}.{name}"
 
 
-def timm_model_in(model: nn.Module) -> nn.Module:
+def timm_model_in(model: Any) -> nn.Module:
     """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
     if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
         return model
-    wrapper: Any = model
-    inner, config = copy.copy(wrapper.timm_model), wrapper.config
+    inner, config = copy.copy(model.timm_model), model.config
     # The wrapper creates its model without the config of the weights, which it keeps itself.
     cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
     names = list(config.id2label.values())
@@ -161,11 +160,7 @@ def drop_second_num_classes(config: dict[str, Any]) -> None:
 
 
 def load_checked(folder: Path, loader: str) -> nn.Module:
-    """Load a folder with timm, in eval mode, and compare the model's tensors with the file's bit for bit.
-
-    Raises:
-        ValueError: if the folder cannot be loaded, or timm had to change a tensor for it to fit.
-    """
+    """Load a folder with timm, in eval mode; ValueError unless the model's tensors are the file's bit for bit."""
     try:
         with quick_init():
             model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

@@ -152,7 +152,6 @@ def recorded_history(folder: Path) -> History:
 
 
 def _history_of_run(path: Path, checkpoint: dict[str, Any], model: nn.Module, use_ema: bool) -> History:
-    """Read the history in a checkpoint of train.py and the summary.csv beside it."""
     args = vars(checkpoint["args"])
     name, epoch = str(args["model"]), checkpoint.get("epoch")
     described = name if name.startswith(("local-dir:", "hf-hub:")) else None

@@ -124,11 +124,7 @@ def checked_labels(
 
 
 def grouped(options: Mapping[str, Any], *kinds: type) -> list[Any]:
-    """Sort keyword arguments into one instance of each dataclass; a name that several have goes to each.
-
-    Raises:
-        TypeError: if no dataclass has a field of that name.
-    """
+    """Sort keyword arguments into one instance of each dataclass that has the name; TypeError if none has it."""
     names = {kind: {field.name for field in fields(kind)} for kind in kinds}
     known = set().union(*names.values())
     for name in options:

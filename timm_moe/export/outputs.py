@@ -96,10 +96,7 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
-    """Return the largest difference of a loaded model's outputs from the expected ones, or raise ValueError.
-
-    None is returned if there is nothing to compare.
-    """
+    """Return the largest difference of outputs, None without any; ValueError if it is larger than the tolerance."""
     if inputs is None:
         return None
     if not _tensors(expected):

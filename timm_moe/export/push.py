@@ -17,7 +17,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,  # the base of all errors of the client's connection, whichever library it uses
     RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
@@ -215,7 +214,6 @@ def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
 
 
 def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
-    """Upload a folder unchanged, except for the licence and class names that the user states."""
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
     if (folder / "README.md").is_file() and order.statements:
@@ -251,7 +249,6 @@ def _with_statements(folder: Path, made: Path, license: str | None, labels: dict
 
 
 def _card_of_folder(made: Path, history: History, order: _Order) -> str:
-    """Write the card of a folder that timm loads bit for bit."""
     facts = timm_facts(load_checked(made, "timm"), order.destination)
     return card(facts, history, order.statements, order.destination)
 
@@ -276,7 +273,6 @@ def _publish(folder: Path, card: str, order: _Order, names: Sequence[str] = _FIL
 
 
 def _log_in() -> HfApi:
-    """Return a client of the Hub, after the Hub has accepted the token."""
     with _errors_in_a_sentence():
         token = get_token()
         if token is None:
@@ -284,9 +280,8 @@ def _log_in() -> HfApi:
         if not re.fullmatch(r"[!-~]+", token):  # errors of the connection would print it
             raise PermissionError("Your token for the Hub holds characters that no token has: run hf auth login again.")
         api = HfApi(token=True, library_name="timm_moe", library_version=__version__)
-        response = get_session().get(
-            f"{api.endpoint}/api/whoami-v2", headers=build_hf_headers(token=True), timeout=TIMEOUT
-        )
+        url = f"{api.endpoint}/api/whoami-v2"
+        response = get_session().get(url, headers=build_hf_headers(token=True), timeout=TIMEOUT)
         hf_raise_for_status(response)
         if response.json().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise PermissionError("Your token for the Hub may only read: make one with the role write.")
@@ -323,12 +318,10 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
 
 @contextmanager
 def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[None]:
-    """Turn the client's errors into built-in ones of one sentence."""
     try:
         yield
     except Exception as error:
-        # of the upload of a file
-        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None  # of the upload of a file
         explained = _explained(cause if isinstance(cause, Exception) else error, destination)
         if explained is None:
             raise
@@ -346,8 +339,6 @@ def _explained(error: Exception, destination: Destination | None) -> Exception |
     status = error.response.status_code
     where = "this" if destination is None else destination.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
-    if isinstance(error, RevisionNotFoundError):
-        return ValueError(f"{where} has no revision {destination and destination.revision}.")
     if status == 401:
         return PermissionError("The Hub does not know your token: run hf auth login again, or correct HF_TOKEN.")
     if status in (402, 403):
@@ -355,7 +346,5 @@ def _explained(error: Exception, destination: Destination | None) -> Exception |
     if status == 409:
         return FileExistsError(f"The name {where} is taken, perhaps by another kind of repository: {says}.")
     if status == 429 or status >= 500:
-        return ConnectionError(
-            f"The Hub failed ({status}: {says}); a push is made whole or not at all, so try again later."
-        )
+        return ConnectionError(f"The Hub failed ({status}: {says}); a push is made whole or not at all: try again.")
     return ValueError(f"The Hub refused {where} ({status}): {says}.")

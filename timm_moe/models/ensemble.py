@@ -104,17 +104,12 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
     Args:
         args: arguments of :class:`MoeVisionTransformer`.
         ensemble_size: M.
-        ensemble: kind of ensemble, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the members part at the
-            last expert block.
+        ensemble: kind of ensemble that repeats images, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the
+            members part at the last expert block.
         kwargs: arguments of :class:`MoeVisionTransformer`.
-
-    Raises:
-        ValueError: for ``ensemble="partitioning"``, which repeats no images, and as :class:`MoeVisionTransformer`.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):
-        if ensemble == "partitioning":
-            raise ValueError("ensemble='partitioning' has one output: it is an option of MoeVisionTransformer.")
         super().__init__(*args, ensemble_size=ensemble_size, ensemble=ensemble, **kwargs)
         blocks = [int(path.split(".")[1]) for path in moe_layers(self)]
         self.part_at(blocks[-1 if ensemble == "multi_head" else 0], ensemble_size)
