@@ -174,11 +174,8 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
     if name.startswith(SOURCE_PREFIXES) or ":" in name or "/" in name:
-        prefix, described = ("hf-hub:", "NAME") if name.startswith(("hf-hub:", "hf_hub:")) else ("local-dir:", "FOLDER")
-        raise ValueError(
-            f"{path} states that its model is described in {shown(name)[1:-1]}, where no file may lead: say yourself "
-            f"where it is, with --model {prefix}{described}."
-        )
+        flag = "--model hf-hub:NAME" if name.startswith(("hf-hub:", "hf_hub:")) else "--model local-dir:FOLDER"
+        raise ValueError(f"{path} leads to {shown(name)[1:-1]}, as no file may: say yourself where it is, with {flag}.")
     return name
 
 
@@ -235,26 +232,22 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         _require_possible(args, weights.stat().st_size, "config.json")
         with quick_init():
             model = _create(blueprint, spec.args())
-        _load_exactly(model, _unwrapped(state_dict, model, weights), len(state_dict))
+        taken = _unwrapped(state_dict, model, weights)
+        for key, tensor in model.state_dict().items():
+            if key not in taken:
+                raise ValueError(f"the weights hold no {key}, which the model has.")
+            if taken[key].shape != tensor.shape:  # load_state_dict repeats a dense network's
+                sizes = [tuple(shape) for shape in (taken[key].shape, tensor.shape)]
+                raise ValueError(f"the weights hold {key} of shape {sizes[0]}, the model one of {sizes[1]}.")
+        if len(state_dict) > len(taken):
+            raise ValueError("the weights hold more than the model's.")
+        model.load_state_dict(taken)
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
     described = blueprint.pretrained_cfg or {}
     origins = {key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)}
     _prepare(model, spec, origins, name, blueprint.architecture)
     return model
-
-
-def _load_exactly(model: nn.Module, state_dict: dict[str, Tensor], held: int) -> None:
-    """Load weights if they match the model exactly: none missing, reshaped, or left over of the ``held`` tensors."""
-    for name, tensor in model.state_dict().items():
-        if name not in state_dict:
-            raise ValueError(f"the weights hold no {name}, which the model has.")
-        if state_dict[name].shape != tensor.shape:  # load_state_dict repeats a dense network's
-            sizes = [tuple(shape) for shape in (state_dict[name].shape, tensor.shape)]
-            raise ValueError(f"the weights hold {name} of shape {sizes[0]}, the model one of {sizes[1]}.")
-    if held > len(state_dict):
-        raise ValueError("the weights hold more than the model's.")
-    model.load_state_dict(state_dict)
 
 
 def _require_config(folder: Path) -> None:

@@ -129,7 +129,7 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ValueError: if the arrays do not have the shapes of a V-MoE.
     """
     shapes = {path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()}
-    moe_blocks, depth = sorted(_moe_blocks(shapes)), len(_blocks(shapes))
+    moe_blocks, depth = sorted(_blocks(shapes, "Moe/")), len(_blocks(shapes))
     try:
         num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
         patch_size, _, in_chans, _ = shapes["embedding/kernel"]
@@ -190,23 +190,19 @@ def _refuse_other_architectures(params: Mapping[str, Tensor]) -> None:
     for expected, block in enumerate(sorted(_blocks(params))):
         if block != expected:
             raise ValueError(f"The checkpoint has arrays of encoder block {block}, but none of block {expected}.")
-    if not _moe_blocks(params):
+    if not _blocks(params, "Moe/"):
         raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
 
 
-def _blocks(paths: Iterable[str]) -> set[int]:
-    return {int(match[1]) for match in map(_BLOCK.match, paths) if match}
-
-
-def _moe_blocks(paths: Iterable[str]) -> set[int]:
-    return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path[match.end() :].startswith("Moe/")}
+def _blocks(paths: Iterable[str], part: str = "") -> set[int]:
+    return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path.startswith(part, match.end())}
 
 
 def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callable[..., Tensor]]]:
     """Return, for every tensor of the model by its name in timm, the paths of its arrays and their conversion."""
     absent = tuple(part for part in _OPTIONAL if not any(path.startswith(part) for path in params))
     sources = {name: source for name, source in _MODEL.items() if not (absent and source[0].startswith(absent))}
-    moe_blocks = _moe_blocks(params)
+    moe_blocks = _blocks(params, "Moe/")
     for block in sorted(_blocks(params)):
         for name, (path, convert) in _PARTS.items():
             path = f"Moe/{path}" if block in moe_blocks and path.startswith("Mlp/") else path

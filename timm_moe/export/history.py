@@ -146,8 +146,7 @@ def recorded_history(folder: Path) -> History:
         return History(**{**record, "experts": None if experts is None else Experts(**experts)})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out, or export the "
-            "model again."
+            f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out."
         ) from error
 
 

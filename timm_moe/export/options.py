@@ -61,9 +61,6 @@ class Statements:
         if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
             raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
 
-    def __bool__(self) -> bool:
-        return bool(self.license or self.dataset or self.metrics)
-
 
 @dataclass(frozen=True)
 class Destination:

@@ -216,7 +216,7 @@ def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
 def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    if (folder / "README.md").is_file() and order.statements:
+    if (folder / "README.md").is_file() and any(vars(order.statements).values()):
         raise ValueError(
             f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file away."
         )

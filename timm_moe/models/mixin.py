@@ -43,9 +43,7 @@ class MoeMixin:
         taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
             stock = self.stock_class.__name__
-            raise ValueError(
-                f"{min(taken)} is an option of the router and an argument of {stock}: give the router's another name."
-            )
+            raise ValueError(f"{min(taken)} is an option of the router and an argument of {stock}: rename the former.")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         super().__init__(*args, **kwargs)
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.

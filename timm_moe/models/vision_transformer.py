@@ -101,7 +101,7 @@ class Variant(NamedTuple):
         return {name: VMOE_S_CFG} if self.own_size else stock_cfgs(name, self.stock, **changes)
 
 
-def _variant(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
+def _of_size(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
     return Variant(description, f"vit_{size}_patch{patch}_{weights}", vit_args(size, patch, **options))
 
 
@@ -111,27 +111,27 @@ def vmoe_variants(prefix: str, model: str, options: dict[str, Any]) -> dict[str,
     s32 = Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"])
     return {
         f"{prefix}_s32": s32,
-        f"{prefix}_b32": _variant(f"{model}-B/32.", "base", 32, **options),
-        f"{prefix}_b16": _variant(f"{model}-B/16.", "base", 16, **options),
-        f"{prefix}_l32": _variant(f"{model}-L/32.", "large", 32, **options),
-        f"{prefix}_l16": _variant(f"{model}-L/16.", "large", 16, **options),
-        f"{prefix}_h14": _variant(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"}),
+        f"{prefix}_b32": _of_size(f"{model}-B/32.", "base", 32, **options),
+        f"{prefix}_b16": _of_size(f"{model}-B/16.", "base", 16, **options),
+        f"{prefix}_l32": _of_size(f"{model}-L/32.", "large", 32, **options),
+        f"{prefix}_l16": _of_size(f"{model}-L/16.", "large", 16, **options),
+        f"{prefix}_h14": _of_size(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"}),
     }
 
 
 _VARIANTS = {
-    "vit_tiny_ewa_moe": _variant("EWA ViT-Ti/16.", "tiny", 16),
-    "vit_small_ewa_moe": _variant("EWA ViT-S/16.", "small", 16),
-    "vit_base_ewa_moe": _variant("EWA ViT-B/16.", "base", 16),
-    "vit_large_ewa_moe": _variant("EWA ViT-L/16.", "large", 16),
-    "vit_tiny_moe": _variant("Naive MoE ViT-Ti/16.", "tiny", 16, **NAIVE),
-    "vit_small_moe": _variant("Naive MoE ViT-S/16.", "small", 16, **NAIVE),
-    "vit_base_moe": _variant("Naive MoE ViT-B/16.", "base", 16, **NAIVE),
+    "vit_tiny_ewa_moe": _of_size("EWA ViT-Ti/16.", "tiny", 16),
+    "vit_small_ewa_moe": _of_size("EWA ViT-S/16.", "small", 16),
+    "vit_base_ewa_moe": _of_size("EWA ViT-B/16.", "base", 16),
+    "vit_large_ewa_moe": _of_size("EWA ViT-L/16.", "large", 16),
+    "vit_tiny_moe": _of_size("Naive MoE ViT-Ti/16.", "tiny", 16, **NAIVE),
+    "vit_small_moe": _of_size("Naive MoE ViT-S/16.", "small", 16, **NAIVE),
+    "vit_base_moe": _of_size("Naive MoE ViT-B/16.", "base", 16, **NAIVE),
     **vmoe_variants("vmoe", "V-MoE", VMOE),
-    "vimoe_s14": _variant("ViMoE-S/14.", "small", 14, **_VIMOE),
-    "vimoe_s14_shared": _variant("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
-    "vimoe_b14": _variant("ViMoE-B/14.", "base", 14, **_VIMOE),
-    "vimoe_b14_shared": _variant("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
+    "vimoe_s14": _of_size("ViMoE-S/14.", "small", 14, **_VIMOE),
+    "vimoe_s14_shared": _of_size("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
+    "vimoe_b14": _of_size("ViMoE-B/14.", "base", 14, **_VIMOE),
+    "vimoe_b14_shared": _of_size("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
 }
 
 
