@@ -80,8 +80,7 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
             raise ValueError(f"{file} is truncated, or belongs to another index.")
     arrays = {number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()}
     for shard, file in enumerate(shard_files):
-        if shard_count > 1:
-            _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
+        _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
         _read_shard(file, shard, wanted, arrays, len(entries))
     return {wanted[number].path.removeprefix("params/"): array for number, array in arrays.items()}
 
@@ -177,14 +176,11 @@ def _inner(extension: Any, kind: int) -> Any:
     return _unpackb(extension.data)
 
 
-def _unpack(file: Path) -> dict[str, Any]:
+def _unpack(file: Path) -> Any:
     try:
-        content = _unpackb(file.read_bytes())
+        return _unpackb(file.read_bytes())
     except (ValueError, TypeError) as error:  # msgpack's errors are ValueErrors
         raise ValueError(f"{file} is truncated or damaged.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is no part of a sharded checkpoint.")
-    return content
 
 
 def _unpackb(data: bytes) -> Any:

@@ -14,21 +14,14 @@ from typing import Any
 import timm
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers, unwrapped
 from ..info import check_registered
-from ..model_config import (
-    Preprocessing,
-    get_pretrained_cfg,
-    preprocessing,
-    set_pretrained_cfg,
-    shown,
-    state_preprocessing,
-)
+from ..model_config import Preprocessing, get_pretrained_cfg, preprocessing, set_pretrained_cfg, state_preprocessing
 from .quick_init import quick_init
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
@@ -175,7 +168,7 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
     if name.startswith(SOURCE_PREFIXES) or ":" in name or "/" in name:
         flag = "--model hf-hub:NAME" if name.startswith(("hf-hub:", "hf_hub:")) else "--model local-dir:FOLDER"
-        raise ValueError(f"{path} leads to {shown(name)[1:-1]}, as no file may: say yourself where it is, with {flag}.")
+        raise ValueError(f"{path} leads to {name[:80]!r}, as no file may: say yourself where it is, with {flag}.")
     return name
 
 
@@ -195,9 +188,7 @@ def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
 def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor], path: Path, name: str) -> None:
     learned = [f"{path}.router." for path, layer in moe_layers(model).items() if layer.router.state_dict()]
     if learned and not any(name.startswith(tuple(learned)) for name in state_dict):
-        _logger.warning(
-            f"{path} holds a dense model: the routers of {name} are untrained, and its experts all copies of one."
-        )
+        _logger.warning(f"{path} holds a dense model: the routers of {name} are untrained, its experts copies of one.")
 
 
 def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -264,14 +255,10 @@ def _require_config(folder: Path) -> None:
 
 def _weights_file(name: str) -> Path:
     if name.startswith("hf-hub:"):
-        for file in _WEIGHTS[:2]:
-            try:
-                return _file(name, file)
-            except LocalEntryNotFoundError:  # the Hub cannot be reached
-                raise
-            except EntryNotFoundError:
-                continue
-        raise ValueError(f"it has no {' or '.join(_WEIGHTS[:2])}.")
+        try:
+            return _file(name, _WEIGHTS[0])
+        except EntryNotFoundError:
+            return _file(name, _WEIGHTS[1])
     folder = _file(name)
     named = [folder / file for file in _WEIGHTS if (folder / file).is_file()]
     others = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pth", ".bin"))

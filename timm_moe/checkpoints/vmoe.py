@@ -31,14 +31,6 @@ def _transposed(kernel: Tensor) -> Tensor:
     return kernel.mT  # (..., in, out) to (..., out, in)
 
 
-def _qkv_weight(*kernels: Tensor) -> Tensor:
-    return torch.cat([kernel.flatten(1, 2).mT for kernel in kernels])  # three of (D, h, d) to (3hd, D)
-
-
-def _qkv_bias(*biases: Tensor) -> Tensor:
-    return torch.cat([bias.flatten() for bias in biases])  # three of (h, d) to (3hd,)
-
-
 #: For each tensor in timm the path in the flax tree, and the function that makes it of the arrays there. The braces are
 #: for query, key and value.
 _MODEL: dict[str, tuple[str, Callable[..., Tensor]]] = {
@@ -59,8 +51,9 @@ _OPTIONAL = ("pre_logits/", "head/")
 _PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "norm1.weight": ("LayerNorm_0/scale", _same),
     "norm1.bias": ("LayerNorm_0/bias", _same),
-    "attn.qkv.weight": ("SelfAttention/{}/kernel", _qkv_weight),
-    "attn.qkv.bias": ("SelfAttention/{}/bias", _qkv_bias),
+    # three of (D, h, d) to (3hd, D), and of (h, d) to (3hd,)
+    "attn.qkv.weight": ("SelfAttention/{}/kernel", lambda *three: torch.cat([part.flatten(1, 2).mT for part in three])),
+    "attn.qkv.bias": ("SelfAttention/{}/bias", lambda *three: torch.cat([part.flatten() for part in three])),
     "attn.proj.weight": ("SelfAttention/out/kernel", lambda kernel: kernel.flatten(0, 1).mT),
     "attn.proj.bias": ("SelfAttention/out/bias", _same),
     "norm2.weight": ("LayerNorm_1/scale", _same),

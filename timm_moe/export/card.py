@@ -160,6 +160,7 @@ def card(facts: Facts, history: History, statements: Statements, destination: De
     metrics = statements.metrics or (history.metrics if is_what_was_measured else {})
     dataset = statements.dataset or history.dataset
     images = statements.dataset if statements.metrics else dataset or "validation images of the training run"
+    title = destination.repo_id.split("/")[-1]
     on_hub = statements.dataset or (history.dataset if history.dataset_on_hub else None)
     if not HUB_NAME.fullmatch(on_hub or ""):
         on_hub = None
@@ -181,12 +182,12 @@ def card(facts: Facts, history: History, statements: Statements, destination: De
         license=facts.license,
         base_model=history.base,
         datasets=[on_hub] if on_hub else None,
-        model_name=destination.title,
+        model_name=title,
         eval_results=results or None,
     )
     text = _CARD.format(
         metadata=metadata.to_yaml(),
-        title=destination.title,
+        title=title,
         model=_model(facts, experts, method, is_what_was_measured),
         use=facts.use,
         training=_training(history, dataset),

@@ -174,8 +174,13 @@ def _load(
 ) -> _Candidate:
     """Load and check a source for export by a method, or with its experts if the method is None."""
     model = _load_model(source, settings)
-    if method is None:
-        _require_registered_experts(model)
+    if method is None and not moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+    if method is None and not is_registered_here(architecture_of(model)):
+        raise ValueError(
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
+            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
+        )
     if not allow_nonfinite:
         _require_finite_weights(model)
     history = find_history(source, model, settings.use_ema)
@@ -204,16 +209,6 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
         spec = None if settings.spec == ModelSpec() else settings.spec
         _refuse(model, spec=spec, use_ema=settings.use_ema or None)
     return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
-
-
-def _require_registered_experts(model: nn.Module) -> None:
-    if not moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not is_registered_here(architecture_of(model)):
-        raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
-            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
-        )
 
 
 def _require_finite_weights(model: nn.Module) -> None:

@@ -171,15 +171,13 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
         ) from error
     except Exception as error:
         raise ValueError(
-            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
-            f"them in model_args. timm says: {first_problem(error)}"
+            f"{loader} cannot load the exported weights; state missing arguments in model_args: {first_problem(error)}"
         ) from error
     saved = load_file(folder / "model.safetensors")
     for name, tensor in model.state_dict().items():
         if name not in saved or not equal_with_nan(tensor, saved[name].to(tensor.dtype)):
             raise ValueError(
-                f"{loader} does not load {name} as it was saved; if the model was changed after its creation (by "
-                "set_input_size, say), state what it is now in model_args."
+                f"{loader} does not load {name} as it was saved; state what was changed since creation in model_args."
             )
     return model
 

@@ -53,10 +53,8 @@ class _Record:
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
-        of_name, of_part = get_args(kind)
-        return isinstance(value, dict) and all(
-            _fits(name, of_name) and _fits(part, of_part) for name, part in value.items()
-        )
+        name, part = get_args(kind)
+        return isinstance(value, dict) and all(_fits(key, name) and _fits(value[key], part) for key in value)
     return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -94,10 +94,6 @@ class Destination:
             raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
 
     @property
-    def title(self) -> str:
-        return self.repo_id.split("/")[-1]
-
-    @property
     def model_name(self) -> str:
         """Name for ``timm.create_model``."""
         return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")

@@ -13,11 +13,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HTTPError,  # the base of all errors of the client's connection, whichever library it uses
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     build_hf_headers,
@@ -330,7 +326,7 @@ def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[No
 
 def _explained(error: Exception, destination: Destination | None) -> Exception | None:
     if not isinstance(error, HfHubHTTPError):
-        if isinstance(error, (HTTPError, json.JSONDecodeError)):
+        if isinstance(error, (HTTPError, json.JSONDecodeError)):  # the first is any of the connection, of any library
             return ConnectionError(
                 f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is "
                 "made whole or not at all, so try again once the network is there."
