@@ -219,8 +219,7 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         weights = _weights_file(name)
         state_dict = _state_dict(read_checkpoint(weights), weights, use_ema=False)
         _require_checksums(weights)
-        args = {"num_classes": (blueprint.pretrained_cfg or {}).get("num_classes"), **blueprint.args, **spec.args()}
-        _require_possible(args, weights.stat().st_size, "config.json")
+        _require_possible({**blueprint.args, **spec.args()}, weights.stat().st_size, "config.json")
         with quick_init():
             model = _create(blueprint, spec.args())
         taken = _unwrapped(state_dict, model, weights)
@@ -279,9 +278,7 @@ def _file(name: str, file: str = "") -> Path:
 
 
 def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
-    classes = (blueprint.pretrained_cfg or {}).get("num_classes")  # stated even if 0, for which ViMoE takes 1000
-    given = {"num_classes": classes, **blueprint.args, **args}
-    given = {option: value for option, value in given.items() if value is not None}
+    given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
     model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
     if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not set them
         model._model_args = given  # type: ignore[assignment]

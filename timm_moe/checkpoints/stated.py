@@ -66,7 +66,9 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
         raise ValueError(f"its model_args are {shown(args)}.")
     args = {name: value for name, value in args.items() if name not in overridden}
     check_arguments(architecture, args, "config.json")
-    return Blueprint(architecture, args, _pretrained_cfg(config, args.get("num_classes")))
+    cfg = _pretrained_cfg(config, args.get("num_classes"))
+    args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
+    return Blueprint(architecture, args, cfg)
 
 
 def _refuse_constant(text: str) -> None:

@@ -196,7 +196,7 @@ def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], lo
     for name, tensor in written.items():
         if name not in read or not equal_with_nan(tensor, read[name].to(tensor.device, tensor.dtype)):
             raise ValueError(
-                f"{loader} does not load {name} ({tensor.dtype}) as it was saved: try one type, as model.float()."
+                f"{loader} does not load {name} ({tensor.dtype}) as it was saved; use one type, by model.float() say."
             )
 
 
