@@ -186,14 +186,13 @@ def _load(
     history = find_history(source, model, settings.use_ema)
     if method is not None and moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)
-    layout: Format
-    if is_of_timm(model):
+    if not is_of_timm(model):
+        layout = _foreign_layout(model, settings, history)
+    else:
         has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
         labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
         loader = "timm with timm_moe" if method is None else "Stock timm"
         layout = TimmFormat({**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
-    else:
-        layout = _foreign_layout(model, settings, history)
     return _Candidate(model, layout, inputs_for(model, settings.example_inputs))
 
 
@@ -228,7 +227,7 @@ def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bo
     return labels
 
 
-def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> TransformersFormat | StateDictFormat:
+def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> Format:
     """Return the layout of a model that timm did not make, and write the user's class names to its config."""
     _refuse(model, model_args=settings.model_args, label_descriptions=settings.label_descriptions)
     entries: dict[str, Any] = {"license": settings.license} if settings.license else {}

@@ -78,8 +78,7 @@ class MembersMixin(VisionTransformer):
         features = result["image_intermediates"]
         if output_fmt == "NCHW":
             size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
-            features = [feature.mT.unflatten(2, size).contiguous() for feature in features]
-            result["image_intermediates"] = features
+            result["image_intermediates"] = features = [part.mT.unflatten(2, size).contiguous() for part in features]
         if output_dict:
             return result
         if "image_intermediates_prefix" in result:

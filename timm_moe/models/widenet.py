@@ -85,7 +85,9 @@ def _drop_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
 def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
     for name, first in _first_names(module).items():
         if prefix + name in state_dict:
-            raise ValueError(f"There are weights of its own in {prefix}{name}, which this model shares with {first}.")
+            raise ValueError(
+                f"The checkpoint has weights of its own in {prefix}{name}, which this model shares with {first}."
+            )
         if prefix + first in state_dict:
             state_dict[prefix + name] = state_dict[prefix + first]
 
