@@ -153,7 +153,7 @@ def _purpose(config: dict[str, Any], classifies: bool) -> str:
 
 
 def card(facts: Facts, history: History, statements: Statements, destination: Destination) -> str:
-    """Return the text of a model card; the publisher's ``statements`` replace those of the ``history``."""
+    """Return the text of a model card; the publisher's ``statements`` replace the history's."""
     experts = facts.experts or history.experts
     method = None if facts.experts else history.method  # by which one network was made of the experts
     is_what_was_measured = experts is None or method is None or (experts.mean and method == "average")

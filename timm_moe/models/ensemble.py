@@ -64,12 +64,12 @@ class MembersMixin(VisionTransformer):
         return as_one_classifier(members)
 
     def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
-        self, x: Tensor, *args: Any, output_fmt: str = "NCHW", output_dict: bool = False, **kwargs: Any
+        self, x: Tensor, indices: Any = None, *, output_fmt: str = "NCHW", output_dict: bool = False, **kwargs: Any
     ) -> Any:
         """Return timm's features: each intermediate one is the members' mean, the final one holds all (B M, N, D)."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
-        result: Any = super().forward_intermediates(x, *args, output_fmt="NLC", output_dict=True, **kwargs)
+        result: Any = super().forward_intermediates(x, indices, output_fmt="NLC", output_dict=True, **kwargs)
         if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
             # timm stopped before the members part
             result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)

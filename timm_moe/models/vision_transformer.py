@@ -64,7 +64,7 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
 
 
 #: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
-NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
+NAIVE: dict[str, Any] = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
 VMOE: dict[str, Any] = {
     **dict(num_experts=32, moe_layers="last-2", expert_init="same"),
