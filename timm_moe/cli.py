@@ -20,11 +20,11 @@ from .analysis.routes import check_output, write_routes
 from .analysis.routes import table as routes_table
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages, pair_files, read_class_names
-from .checkpoints.source import ModelSpec, describe, load_source
+from .checkpoints.source import ModelSpec, describe, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
 from .export.export import export_dense, export_moe
-from .export.push import client_output, folder_of, push_dense, push_folder, push_moe
+from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_writable, write_json
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
