@@ -138,9 +138,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
     print("\n".join([*args.sources, table(result)]))
     if args.json:
-        write_json(
-            args.json, {**_settings(args, "sources", "ood_data_dir", "ood_split", "mc_dropout"), "metrics": result}
-        )
+        write_json(args.json, {**_settings(args), "metrics": result})
 
 
 def _fewshot(args: argparse.Namespace) -> None:
@@ -153,8 +151,7 @@ def _fewshot(args: argparse.Namespace) -> None:
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     print("\n".join([*args.sources, fewshot_table(results)]))
     if args.json:
-        settings = _settings(args, "sources", "train_split", "shots", "draws", "seed")
-        write_json(args.json, {**settings, "results": [asdict(result) for result in results]})
+        write_json(args.json, {**_settings(args), "results": [asdict(result) for result in results]})
 
 
 def _benefits(args: argparse.Namespace) -> None:
@@ -193,8 +190,7 @@ def _routes(args: argparse.Namespace) -> None:
         (model,) = load_classifiers([args.source], images, **loading)
         all_routes = collect_routes(model, images, loading["inference"])
     summary = summarize_all(all_routes, args.threshold)
-    settings = _settings(args, "source", "threshold", "segmentation", "ignore_index")
-    settings["split"] = args.split if args.segmentation is None else None
+    settings = {**_settings(args), "split": args.split if args.segmentation is None else None}
     write_routes(all_routes, {**settings, **summary}, args.output_dir)
     print("\n".join([args.source, routes_table(summary)]))
 
@@ -232,13 +228,10 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return options by name, and the options of all commands that run a checkpoint on images."""
-    common = (
-        *("data_dir", "split", "class_map", "batch_size", "amp", "use_ema", "model", "num_classes", "model_kwargs"),
-        *("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"),
-    )
-    return {name: getattr(args, name) for name in (*names, *common)}
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a result depends on."""
+    others = ("command", "output_dir", "json", "overwrite", "workers", "device", "amp_dtype")
+    return {name: value for name, value in vars(args).items() if name not in others}
 
 
 def _list(args: argparse.Namespace) -> None:

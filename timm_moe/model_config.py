@@ -65,19 +65,14 @@ def shown(value: Any) -> str:
 class Preprocessing:
     """Stated part of the preprocessing of a model's images, under the names of timm's scripts.
 
-    Attributes:
-        img_size: height and width in pixels.
-        mean, std: of the pixels (from 0 to 1) of each channel, or of all channels.
-        crop_pct: side of the crop, as a share of the resized image's side.
-
     Raises:
         ValueError: if a value is impossible.
     """
 
-    img_size: int | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    crop_pct: float | None = None
+    img_size: int | None = None  #: height and width in pixels
+    mean: tuple[float, ...] | None = None  #: of the pixels (from 0 to 1) of each channel, or of all channels
+    std: tuple[float, ...] | None = None  #: of the same
+    crop_pct: float | None = None  #: side of the crop, as a share of the resized image's side
     crop_mode: str | None = None
     interpolation: str | None = None
 

@@ -26,19 +26,12 @@ PROGRESS_INTERVAL = 10.0
 
 @dataclass(frozen=True)
 class Inference:
-    """Settings of forwards.
+    """Settings of forwards."""
 
-    Attributes:
-        batch_size: images of a forward.
-        workers: processes that load images; 0 loads them in this one.
-        device: by default the GPU if there is one.
-        amp_dtype: type of autocast; by default there is none.
-    """
-
-    batch_size: int = 256
-    workers: int = 4
-    device: str | None = None
-    amp_dtype: torch.dtype | None = None
+    batch_size: int = 256  #: images of a forward
+    workers: int = 4  #: processes that load images; 0 loads them in this one
+    device: str | None = None  #: by default the GPU if there is one
+    amp_dtype: torch.dtype | None = None  #: type of autocast; by default there is none
 
     def torch_device(self) -> torch.device:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))

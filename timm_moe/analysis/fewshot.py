@@ -38,22 +38,16 @@ class Folder:
 
 @dataclass(frozen=True)
 class Result:
-    """Accuracy on the test images after so many shots.
-
-    Attributes:
-        members: ``"joint"``, one regression on the features of all members side by side; ``"disjoint"``, the mean of
-            the members' regressions; or ``"weighted"``, their mean by the inverse of :meth:`Ridge.left_out_error`.
-        accuracy: mean over the draws, a share.
-        standard_error: of that mean; None of a single draw.
-        penalty: of the regression.
-    """
+    """Accuracy on the test images after so many shots."""
 
     folder: str
     shots: int
+    #: ``"joint"``, one regression on the features of all members side by side; ``"disjoint"``, the mean of the members'
+    #: regressions; or ``"weighted"``, their mean by the inverse of :meth:`Ridge.left_out_error`
     members: str
-    accuracy: float
-    standard_error: float | None
-    penalty: float
+    accuracy: float  #: mean over the draws, a share
+    standard_error: float | None  #: of that mean; None of a single draw
+    penalty: float  #: of the regression
 
 
 class Ridge:

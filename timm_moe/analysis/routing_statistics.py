@@ -28,21 +28,14 @@ SHUFFLES = 10
 
 @dataclass(frozen=True)
 class RouterCall:
-    """One call of a router in evaluation.
+    """One call of a router in evaluation."""
 
-    Attributes:
-        name: of the expert layer, with the number of the call if a forward has several.
-        x: input of the router, of shape (B, ..., D).
-        kept_TK: experts of each row; E for a choice that was dropped.
-        chosen_TK: the same before capacities drop choices.
-    """
-
-    name: str
+    name: str  #: of the expert layer, with the number of the call if a forward has several
     layer: MoeMlp
-    x: Tensor
+    x: Tensor  #: (B, ..., D), input of the router
     routing: Routing
-    kept_TK: Tensor
-    chosen_TK: Tensor
+    kept_TK: Tensor  #: experts of each row; E for a choice that was dropped
+    chosen_TK: Tensor  #: the same before capacities drop choices
 
 
 class RouterWatcher(ExitStack):
@@ -122,24 +115,15 @@ class RouterWatcher(ExitStack):
 
 @dataclass(frozen=True)
 class Routes:
-    """Experts that images, or their patches, chose in one call of a router, before capacities drop choices.
+    """Experts that images, or their patches, chose in one call of a router, before capacities drop choices."""
 
-    Attributes:
-        layer: name of the call.
-        top_k: experts of each row.
-        degree: number of sets of experts that a row can go to.
-        count_IME: choices of each image's rows for each expert. With labels of pixels an entry is a patch.
-        labels: (I,) class of each image, or patch, as an index of ``classes``, the names of those that are there.
-        image_I: (I,) number of the image that a patch is of; None where the entries are images.
-    """
-
-    layer: str
-    top_k: int
-    degree: int
-    count_IME: Tensor
-    labels: Tensor
-    classes: Sequence[str]
-    image_I: Tensor | None = None
+    layer: str  #: name of the call
+    top_k: int  #: experts of each row
+    degree: int  #: number of sets of experts that a row can go to
+    count_IME: Tensor  #: choices of each image's rows for each expert; with labels of pixels an entry is a patch
+    labels: Tensor  #: (I,) class of each image, or patch, as an index of ``classes``
+    classes: Sequence[str]  #: names of the classes that are there
+    image_I: Tensor | None = None  #: (I,) number of the image that a patch is of; None where the entries are images
 
     @property
     def members(self) -> int:
