@@ -27,7 +27,7 @@ from .export.export import export_dense, export_moe
 from .export.push import client_output, folder_of, push_dense, push_folder, push_moe
 from .files import check_writable, write_json
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
-from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
+from .model_config import get_pretrained_cfg, preprocessing
 from .papers.benefits import moe_benefits
 from .papers.norms import norm_divergence
 from .papers.papers import comparisons
@@ -116,8 +116,9 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
-    mean, std = (None if value is None else tuple(value) for value in (args.mean, args.std))
-    images = Preprocessing(args.img_size, mean, std, args.crop_pct, args.crop_mode, args.interpolation or None)
+    names = ("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
+    stated = {name: value for name in names if (value := getattr(args, name)) not in (None, "")}
+    images = {name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}
     return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
@@ -230,7 +231,7 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a result depends on."""
-    others = ("command", "output_dir", "json", "overwrite", "workers", "device", "amp_dtype")
+    others = ("command", "output_dir", "json", "overwrite", "workers", "device", "amp_dtype", "version")
     return {name: value for name, value in vars(args).items() if name not in others}
 
 

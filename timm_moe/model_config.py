@@ -1,7 +1,6 @@
 """The pretrained config that timm keeps on a model: origin of the weights, input size, preprocessing."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import timm.models
@@ -59,28 +58,6 @@ def shown(value: Any) -> str:
     """Shorten any value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]} ..."
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Stated part of the preprocessing of a model's images, under the names of timm's scripts.
-
-    Raises:
-        ValueError: if a value is impossible.
-    """
-
-    img_size: int | None = None  #: height and width in pixels
-    mean: tuple[float, ...] | None = None  #: of the pixels (from 0 to 1) of each channel, or of all channels
-    std: tuple[float, ...] | None = None  #: of the same
-    crop_pct: float | None = None  #: side of the crop, as a share of the resized image's side
-    crop_mode: str | None = None
-    interpolation: str | None = None
-
-    def __post_init__(self) -> None:
-        check_preprocessing(vars(self))
-
-    def stated(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..convert.blocks import moe_layers, unwrapped
 from ..info import check_registered
 from ..model_config import (
-    Preprocessing,
+    check_preprocessing,
     get_pretrained_cfg,
     preprocessing,
     set_pretrained_cfg,
@@ -54,13 +54,21 @@ class ModelSpec:
             model; for files that hold only weights, or were trained from such a folder.
         num_classes: size of the classifier.
         kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
-        preprocessing: preparation of the images.
+        preprocessing: preparation of the images, under timm's names: ``img_size`` in pixels; ``mean`` and
+            ``std`` of the pixels (from 0 to 1) of each channel, or of all; ``crop_pct``, side of the crop as a share of
+            the resized image's; ``crop_mode``; ``interpolation``.
+
+    Raises:
+        ValueError: if the preprocessing is impossible.
     """
 
     name: str | None = None
     num_classes: int | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_preprocessing(self.preprocessing)
 
     def args(self) -> dict[str, Any]:
         """Return the arguments of ``timm.create_model`` that are stated."""
@@ -103,12 +111,12 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     return _load_file(path, spec, use_ema)
 
 
-def _with_preprocessing(model: nn.Module, stated: Preprocessing) -> nn.Module:
+def _with_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> nn.Module:
     """Return the model, or if preprocessing is stated a copy with the same weights and another config."""
-    if not stated.stated():
+    if not stated:
         return model
     model = copy.copy(unwrapped(model))
-    state_preprocessing(model, stated.stated())
+    state_preprocessing(model, stated)
     return model
 
 
@@ -336,7 +344,7 @@ def _not_created(name: str, error: Exception) -> ValueError:
 
 def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], name: str) -> None:
     """Write the user's preprocessing to the model's config and log all of it; adds to ``origins``."""
-    origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing.stated()), "stated")
+    origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing), "stated")
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
