@@ -25,7 +25,7 @@ from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
 from .export.export import export_dense, export_moe
 from .export.push import client_output, folder_of, push_dense, push_folder, push_moe
-from .files import check_writable, write_json
+from .files import check_folder, check_writable, write_json
 from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import get_pretrained_cfg, preprocessing
 from .papers.benefits import moe_benefits
@@ -213,10 +213,10 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
 
 def _report(args: argparse.Namespace) -> None:
     try:
-        from .report import check_report, write_report
+        from .report import FILE, write_report
     except ModuleNotFoundError as error:
         raise ImportError(f"The report needs {error.name}: pip install 'timm_moe[report]'.") from error
-    check_report(args.output_dir, args.overwrite)
+    check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
     print(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")

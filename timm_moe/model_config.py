@@ -7,32 +7,28 @@ import timm.models
 from timm.data import resolve_data_config
 from torch import nn
 
-#: Largest plausible side of an image, in pixels.
-_LARGEST_SIDE = 8192
+Check = Callable[[Any], bool]
 
 
-def _is_number(value: Any, lowest: float, highest: float, types: tuple[type, ...] = (int, float)) -> bool:
-    return type(value) in types and lowest <= value <= highest
+def _number(lowest: float, highest: float, types: tuple[type, ...] = (int, float)) -> Check:
+    return lambda value: type(value) in types and lowest <= value <= highest
 
 
-def _are_numbers(value: Any, *limits: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(_is_number(part, *limits) for part in value)
+def _numbers(is_possible: Check) -> Check:
+    return lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_possible, value))
 
 
-_SIDE = (1, _LARGEST_SIDE, (int,))
+_SIDE, _SIDES = _number(1, 8192, (int,)), _numbers(_number(1, 8192, (int,)))
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
+_SIZE = (lambda value: _SIDES(value) and len(value) == 3, "channels, height and width, each from 1 to 8192")
+_CROP = (_number(0.05, 2), "a number from 0.05 to 2")
 #: For entries of the preprocessing a test of the value, and a description of possible values.
-_SIZE = (
-    lambda value: _are_numbers(value, *_SIDE) and len(value) == 3,
-    f"channels, height and width, each from 1 to {_LARGEST_SIDE}",
-)
-_CROP = (lambda value: _is_number(value, 0.05, 2), "a number from 0.05 to 2")
-_PREPROCESSING: dict[str, tuple[Callable[[Any], bool], str]] = {
+_PREPROCESSING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
-    "img_size": (lambda value: _is_number(value, *_SIDE), f"an integer from 1 to {_LARGEST_SIDE}"),
-    "mean": (lambda value: _are_numbers(value, -1e3, 1e3), "finite numbers from -1000 to 1000"),
-    "std": (lambda value: _are_numbers(value, 1e-6, 1e3), "finite numbers above 0, from 1e-6 to 1000"),
+    "img_size": (_SIDE, "an integer from 1 to 8192"),
+    "mean": (_numbers(_number(-1e3, 1e3)), "finite numbers from -1000 to 1000"),
+    "std": (_numbers(_number(1e-6, 1e3)), "finite numbers above 0, from 1e-6 to 1000"),
     **dict.fromkeys(("crop_pct", "test_crop_pct"), _CROP),
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),

@@ -77,8 +77,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
 
 def class_names(images: ImageDataset) -> list[str]:
     """List the classes in the order of their numbers."""
-    numbers: dict[str, int] = images.reader.class_to_idx
-    return sorted(numbers, key=numbers.__getitem__)
+    return list(images.reader.class_to_idx)
 
 
 def load_classifiers(
@@ -133,10 +132,7 @@ def batches(
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
 
-    Models of the same preprocessing share a loader.
-
-    Raises:
-        ValueError: if an image cannot be read.
+    Models of the same preprocessing share a loader. An image that cannot be read is a ValueError.
     """
     configs = [preprocessing(model) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
@@ -159,8 +155,7 @@ def batches(
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:
     """Yield the batches of a loader of so many images, and log the progress.
 
-    Raises:
-        ValueError: if an image cannot be read, without the traceback that a worker process adds.
+    An image that cannot be read is a ValueError, without the traceback that a worker process adds.
     """
     done, logged = 0, time.monotonic()
     try:

@@ -69,11 +69,7 @@ class RouterWatcher(ExitStack):
         return self._calls
 
     def routes(self, class_name: Callable[[int], str], ignore_index: int | None = None) -> list["Routes"]:
-        """Give the routes of all batches, for each call of a forward.
-
-        Raises:
-            ValueError: if the label of every patch is ``ignore_index``.
-        """
+        """Give the routes of all batches by the calls of a forward; ValueError if all labels are ``ignore_index``."""
         numbers = torch.cat(self._labels)
         known = numbers != ignore_index if ignore_index is not None else torch.ones_like(numbers, dtype=torch.bool)
         if not known.any():
@@ -198,7 +194,7 @@ class Routes:
         return information, information / expert if expert > 0 else 0.0
 
 
-def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference | None = None) -> list[Routes]:
+def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference) -> list[Routes]:
     """Run a model on images and count the choices of its routers, in the order of their calls.
 
     The model is from :func:`timm_moe.analysis.data.load_classifiers`. A token is of the class of its image.
@@ -206,12 +202,11 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
     Raises:
         ValueError: if the model has no expert layers, or none with a router that depends on the images.
     """
-    inference = inference or Inference()
     of_images = ((x, label_B.cpu()) for (x,), label_B in batches([model], images, inference))
     return _watch(model, of_images, inference).routes(class_names(images).__getitem__)
 
 
-def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference | None = None) -> list[Routes]:
+def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference) -> list[Routes]:
     """Count the choices of a model's routers as :func:`collect_routes`, with a class for each patch.
 
     It is the class that most pixels of the patch have. Patches most of whose pixels have no class are left out, as are
@@ -221,7 +216,6 @@ def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Infe
         ValueError: as ``collect_routes``; if a router does not see the patches of the images one by one; if a pair of
             image and mask cannot be used; or if no patch has a class.
     """
-    inference = inference or Inference()
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     prefix = getattr(model, "num_prefix_tokens", None)
     if grid is None or prefix is None:
