@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -26,7 +27,7 @@ from .checkpoints.vmoe import import_checkpoint
 from .export.export import export_dense, export_moe
 from .export.push import client_output, folder_of, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
-from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
+from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import get_pretrained_cfg, preprocessing
 from .papers.benefits import moe_benefits
 from .papers.norms import norm_divergence
@@ -249,55 +250,27 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    info, norms, as_registered = _measured(args)
-    evaluated = "exported" if info.exported is not None else "evaluation"
-    rows = {
-        "input": "x".join(str(size) for size in info.input_size),
-        "experts": _experts(info),
-        **({"expert layers": ", ".join(info.moe_layers)} if info.moe_layers else {}),
-        "parameters, training": f"{info.total:,}",
-        "parameters, activated": f"{info.activated:,} per token",
-        **({} if info.exported is None else {"parameters, exported": f"{info.exported:,}"}),
-        f"GFLOPs, {evaluated}": f"{info.gflops:.3f} per image ({info.gflops / 2:.3f} GMACs)",
-        **({"LayerNorm divergence": f"{norms} (WideNet, eq. 9)"} if norms else {}),
-    }
+    spec, norms = ModelSpec(args.name, args.num_classes, args.model_kwargs), ""
+    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
+    if is_model(args.model) or not is_path:
+        info, as_registered = model_info(args.model, **spec.args()), not args.model_kwargs
+    else:
+        model = load_source(args.model, spec)
+        with suppress(ValueError):  # norms that cannot be compared
+            norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
+        name = get_pretrained_cfg(model)["architecture"]
+        info = measure(model.to("meta"), name)
+        # as registered but for the number of classes
+        as_registered = not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
+    rows = info.rows()
+    if norms:
+        rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
     other = f"prints no figures for these options; for the registered ones: timm-moe info {info.name}"
     for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
         print(f"  {label:<22} {text}")
-
-
-def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str, bool]:
-    """Measure a registered name or the model of a file, and the divergence of the norms of a file's weights.
-
-    The last value says whether the model is as registered but for the number of classes.
-    """
-    spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
-    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
-    if is_model(args.model) or not is_path:
-        return model_info(args.model, **spec.args()), "", not args.model_kwargs
-    model = load_source(args.model, spec)
-    try:
-        norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
-    except ValueError:  # they cannot be compared
-        norms = ""
-    name = get_pretrained_cfg(model)["architecture"]
-    info = measure(model.to("meta"), name)
-    return info, norms, not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
-
-
-def _experts(info: ModelInfo) -> str:
-    if not info.moe_layers:
-        return "none"
-    layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
-    text = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
-    if info.exported is not None:  # each token goes to some expert, no matter to which
-        return text
-    if info.members > 1:
-        return f"{text}; {info.members} members, a token of each takes {info.top_k}"
-    return f"{text}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
 
 
 def _import_vmoe(args: argparse.Namespace) -> None:

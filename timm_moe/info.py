@@ -38,6 +38,30 @@ class ModelInfo:
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
 
+    def rows(self) -> dict[str, str]:
+        """Write the sizes, by labels to show."""
+        evaluated = "exported" if self.exported is not None else "evaluation"
+        return {
+            "input": "x".join(str(size) for size in self.input_size),
+            "experts": self._experts(),
+            **({"expert layers": ", ".join(self.moe_layers)} if self.moe_layers else {}),
+            "parameters, training": f"{self.total:,}",
+            "parameters, activated": f"{self.activated:,} per token",
+            **({} if self.exported is None else {"parameters, exported": f"{self.exported:,}"}),
+            f"GFLOPs, {evaluated}": f"{self.gflops:.3f} per image ({self.gflops / 2:.3f} GMACs)",
+        }
+
+    def _experts(self) -> str:
+        if not self.moe_layers:
+            return "none"
+        layers = f"in each of {len(self.moe_layers)} layers" if len(self.moe_layers) > 1 else "in one layer"
+        text = f"{self.num_experts} {layers}, the model has {self.blocks} blocks"
+        if self.exported is not None:  # each token goes to some expert, no matter to which
+            return text
+        if self.members > 1:
+            return f"{text}; {self.members} members, a token of each takes {self.top_k}"
+        return f"{text}, {'an image' if self.routing_unit == 'image' else 'a token'} takes {self.top_k}"
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -100,13 +100,12 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
-    names, found, folder = [*map(describe_source, sources)], class_names(images), Path(images.reader.root)
-    for name, model in zip(names, models, strict=True):
-        own, first = model.num_classes, models[0].num_classes
+    found, folder = class_names(images), images.reader.root
+    for source, model in zip(sources, models, strict=True):
+        name, own, first = describe_source(source), model.num_classes, models[0].num_classes
         if own != first:
-            raise ValueError(
-                f"{name} has {own} classes, but {names[0]} has {first}: the members of an ensemble need the same."
-            )
+            others = f"{describe_source(sources[0])} has {first}: the members of an ensemble need the same."
+            raise ValueError(f"{name} has {own} classes, but {others}")
         if own != len(found):
             raise ValueError(f"{folder} has {len(found)} classes, but {name} has {own}.")
         stated = get_pretrained_cfg(model).get("label_names") or found
