@@ -54,9 +54,8 @@ class ModelSpec:
             model; for files that hold only weights, or were trained from such a folder.
         num_classes: size of the classifier.
         kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
-        preprocessing: preparation of the images, under timm's names: ``img_size`` in pixels; ``mean`` and
-            ``std`` of the pixels (from 0 to 1) of each channel, or of all; ``crop_pct``, side of the crop as a share of
-            the resized image's; ``crop_mode``; ``interpolation``.
+        preprocessing: of the images, under timm's names: ``img_size`` in pixels, ``mean`` and ``std`` of pixels from 0
+            to 1, ``crop_pct`` as a share of the resized image's side, ``crop_mode``, ``interpolation``.
 
     Raises:
         ValueError: if the preprocessing is impossible.

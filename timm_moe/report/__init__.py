@@ -93,10 +93,7 @@ def write_report(
 
 def _run_folder(source: Source) -> Path | None:
     """train.py's folder, if a source is a file in it."""
-    if isinstance(source, nn.Module) or str(source).startswith("hf-hub:"):
-        return None
-    path = Path(str(source).removeprefix("local-dir:"))
-    return path.parent if path.is_file() else None
+    return None if isinstance(source, nn.Module) or not Path(source).is_file() else Path(source).parent
 
 
 def _short_names(names: Sequence[str]) -> list[str]:
