@@ -100,7 +100,7 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
-    found, folder = class_names(images), images.reader.root
+    found, folder = class_names(images), Path(images.reader.root)
     for source, model in zip(sources, models, strict=True):
         name, own, first = describe_source(source), model.num_classes, models[0].num_classes
         if own != first:
