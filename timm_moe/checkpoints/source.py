@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers, unwrapped
 from ..info import check_registered
-from ..model_config import Preprocessing, get_pretrained_cfg, preprocessing, set_pretrained_cfg, state_preprocessing
+from ..model_config import (
+    check_preprocessing,
+    get_pretrained_cfg,
+    preprocessing,
+    set_pretrained_cfg,
+    state_preprocessing,
+)
 from .quick_init import quick_init
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
@@ -47,13 +53,20 @@ class ModelSpec:
             model; for files that hold only weights, or were trained from such a folder.
         num_classes: size of the classifier.
         kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
-        preprocessing: preparation of the images.
+        preprocessing: of the images, under timm's names: ``img_size`` in pixels, ``mean`` and ``std`` of pixels from 0
+            to 1, ``crop_pct`` as a share of the resized image's side, ``crop_mode``, ``interpolation``.
+
+    Raises:
+        ValueError: if the preprocessing is impossible.
     """
 
     name: str | None = None
     num_classes: int | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_preprocessing(self.preprocessing)
 
     def args(self) -> dict[str, Any]:
         """Return the arguments of ``timm.create_model`` that are stated."""
@@ -83,7 +96,7 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
         name = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
         _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
     if isinstance(source, nn.Module):
-        stated = spec.preprocessing.stated()
+        stated = spec.preprocessing
         if not stated:
             return source
         model = copy.copy(unwrapped(source))  # with the same weights and another config
@@ -292,7 +305,7 @@ def _not_created(name: str, error: Exception) -> ValueError:
 
 def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source: str, architecture: str) -> None:
     """Write the user's preprocessing to the model's config, and log all of it by ``origins``."""
-    origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing.stated()), "stated")
+    origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing), "stated")
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
