@@ -17,6 +17,7 @@ from timm.data import ImageDataset, is_img_extension
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
+from ..console import printable
 from .data import Inference, Source, batches, class_names, describe_source
 
 _logger = logging.getLogger(__name__)
@@ -228,10 +229,11 @@ def _best_penalty(accuracy_RL: Tensor) -> int:
 
 def table(results: Sequence[Result]) -> str:
     """Write a line for each result."""
-    width = max(len(result.folder) for result in results)
+    names = [printable(result.folder) for result in results]
+    width = max(map(len, names))
     lines = []
-    for result in results:
+    for name, result in zip(names, results, strict=True):
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
-        kind = f"{result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}"
+        kind = f"{name:<{width}}  {result.shots:>4} shots  {result.members:<8}"
         lines.append(f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})")
     return "\n".join(lines)

@@ -87,7 +87,7 @@ def write_report(
     )
     file = Path(output_dir) / FILE
     with written_whole(file) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
     return file
 
 
