@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -81,27 +82,26 @@ def test_a_report_on_classes_of_any_name(command, tmp_path):
     assert "$x_$" in (tmp_path / "page/index.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def closed_pipe(monkeypatch):
-    """A standard output whose reader has gone."""
+@contextmanager
+def closed_pipe():
+    """Make a standard output whose reader has gone."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
+    with open(writer, "w", buffering=1) as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
         yield
-        monkeypatch.undo()
 
 
-@pytest.mark.usefixtures("closed_pipe")
 def test_results_are_written_though_nobody_reads_them(command, tmp_path):
-    assert command("evaluate", "--json", str(tmp_path / "a.json")) == 0
+    with closed_pipe():
+        assert command("evaluate", "--json", str(tmp_path / "a.json")) == 0
     assert json.loads((tmp_path / "a.json").read_text())["metrics"]["images"] == 8
 
 
-@pytest.mark.usefixtures("closed_pipe")
 def test_few_shots_are_written_though_nobody_reads_them(command, tmp_path):
     options = ["--shots", "1", "--draws", "1", "--train-split", "val", "--split", "val"]
-    assert command("fewshot", "--json", str(tmp_path / "a.json"), *options) == 0
+    with closed_pipe():
+        assert command("fewshot", "--json", str(tmp_path / "a.json"), *options) == 0
     assert json.loads((tmp_path / "a.json").read_text())["results"][0]["shots"] == 1
 
 

@@ -1,6 +1,5 @@
 """Measures a classifier, or an ensemble of classifiers, on a folder of images with all of :mod:`.metrics`."""
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
+from .rows import Rows
 
 #: From a model in eval mode, its name and images to the logits (B, M, C) of its members.
 Members = Callable[[nn.Module, str, Tensor], Tensor]
@@ -86,8 +86,7 @@ class Figures:
 
     def __init__(self, num_classes: int):
         self.members = 0
-        # Small tensors of every batch would keep the memory of the large ones between them from being given back.
-        self.confidence, self.ood_confidence = array("d"), array("d")
+        self.confidence, self.ood_confidence = Rows(), Rows()
         self._of_ensemble = {
             "nll": metrics.NegativeLogLikelihood(),
             "error": metrics.ErrorRate(),
@@ -112,11 +111,11 @@ class Figures:
         for group, batch in given:
             for metric in group.values():
                 metric.update(*batch)
-        self.confidence.extend(confidence(log_p_BMC).tolist())
+        self.confidence.add(confidence(log_p_BMC))
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images of other data."""
-        self.ood_confidence.extend(confidence(log_p_BMC).tolist())
+        self.ood_confidence.add(confidence(log_p_BMC))
 
     def result(self) -> dict[str, float]:
         """Give the numbers, as :func:`evaluate` returns them."""
@@ -125,7 +124,7 @@ class Figures:
         if self.ood_confidence:
             values["ood_images"] = len(self.ood_confidence)
             found |= {"auroc": metrics.AUROC(), "fpr_at_95": metrics.FPRAt95()}
-            scores = torch.tensor(self.confidence + self.ood_confidence, dtype=torch.float64)
+            scores = torch.cat([self.confidence.tensor(), self.ood_confidence.tensor()])
             for name in ("auroc", "fpr_at_95"):
                 found[name].update(scores, torch.arange(len(scores)) < len(self.confidence))
         values |= {name: metric.compute().item() for name, metric in found.items()}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import ModelSpec, load_source
 from ..console import printable
 from .data import Inference, Source, batches, class_names, describe_source
+from .rows import Rows
 
 _logger = logging.getLogger(__name__)
 
@@ -198,14 +199,17 @@ def _features(
     named: Sequence[tuple[nn.Module, str]], images: ImageDataset, inference: Inference, indices: Any = None
 ) -> tuple[list[Tensor], Tensor]:
     """(N, D) features from each member of each model, and the labels, of all images or some."""
-    parts: list[list[Tensor]] = []
-    labels = []
+    parts: list[Rows] = []
+    labels = Rows()
     for inputs, label in batches([model for model, _ in named], images, inference, indices):
         with inference.autocast():
             members = [_member_features(*each, x) for each, x in zip(named, inputs, strict=True)]
-        parts.append([feature for features in members for feature in features.cpu().double().unbind(1)])
-        labels.append(label.cpu())
-    return [torch.cat(part) for part in zip(*parts, strict=True)], torch.cat(labels)
+        features = [feature for of_model in members for feature in of_model.unbind(1)]
+        parts = parts or [Rows() for _ in features]
+        for part, feature in zip(parts, features, strict=True):
+            part.add(feature)
+        labels.add(label)
+    return [part.tensor() for part in parts], labels.tensor()
 
 
 def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
