@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from processes import run_ranks
+from torch import nn
 
 pytest.importorskip("torchmetrics")
 from torchmetrics import MetricCollection, MetricTracker
@@ -92,6 +93,31 @@ def test_a_copy_goes_on_from_its_state_and_changes_nothing_of_the_first(name):
 
 
 @every_metric
+def test_a_batch_without_images_changes_nothing(name):
+    first, *others = split(name)
+    empty = tuple(part[:0] for part in first)
+    assert ALL[name]()(*empty).isnan()
+    close(value(ALL[name](), empty, first, empty, *others), value(ALL[name](), data(name)))
+
+
+@every_metric
+def test_in_a_module_of_a_narrow_type_sums_are_exact(name):
+    """As in Lightning with precision="bf16-true"."""
+    module = nn.ModuleList([ALL[name]()]).to(torch.bfloat16)
+    many = [data(name)] * 20
+    close(value(module[0], *many), value(ALL[name](), data(name)))
+    module[0].reset()
+    close(value(module[0], *split(name)), value(ALL[name](), data(name)))
+
+
+@every_metric
+def test_it_can_be_plotted(name):
+    pytest.importorskip("matplotlib")
+    metric = ALL[name]()
+    metric.plot([metric(*batch) for batch in split(name)[2:]])
+
+
+@every_metric
 def test_states_merge(name):
     first, second, *others = split(name)
     merged = updated(ALL[name](), first)
@@ -170,6 +196,18 @@ def test_a_metric_takes_any_floating_point_type(name, dtype):
     outputs = outputs.to(dtype)
     expected = value(ALL[name](), (outputs.double(), labels))
     torch.testing.assert_close(value(ALL[name](), (outputs, labels.int())), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_of_a_narrow_type(dtype):
+    """They sum to 1 as far as their type can tell."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities = (torch.randn(500, 1000, generator=generator) * 6).softmax(1)
+    labels = probabilities.argmax(1)
+    expected = value(metrics.NegativeLogLikelihood(False), (probabilities, labels))
+    torch.testing.assert_close(
+        value(metrics.NegativeLogLikelihood(False), (probabilities.to(dtype), labels)), expected, rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("name", OF_OUTPUTS)

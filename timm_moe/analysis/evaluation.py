@@ -87,14 +87,17 @@ class Figures:
     def __init__(self, num_classes: int):
         self.members = 0
         self.confidence, self.ood_confidence = Rows(), Rows()
-        self._of_ensemble = {
+        self._of_ensemble: dict[str, metrics.Metric] = {
             "nll": metrics.NegativeLogLikelihood(),
             "error": metrics.ErrorRate(),
             "ece": metrics.CalibrationError(num_classes),
             "brier": metrics.BrierScore(),
         }
-        self._of_member = {"mean_member_nll": metrics.NegativeLogLikelihood(), "mean_member_error": metrics.ErrorRate()}
-        self._of_pairs = {
+        self._of_member: dict[str, metrics.Metric] = {
+            "mean_member_nll": metrics.NegativeLogLikelihood(),
+            "mean_member_error": metrics.ErrorRate(),
+        }
+        self._of_pairs: dict[str, metrics.Metric] = {
             "pairwise_kl": metrics.PairwiseKL(),
             "cosine_similarity": metrics.CosineSimilarity(),
             "disagreement": metrics.Disagreement(),

@@ -24,6 +24,7 @@ def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
     """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C)."""
     if outputs.ndim not in (2, 3):
         raise ValueError(f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}.")
+    tolerance = max(1e-3, torch.finfo(outputs.dtype).eps) if outputs.is_floating_point() else 1e-3
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     outputs = outputs.unsqueeze(1) if outputs.ndim == 2 else outputs
     if from_logits:
@@ -31,7 +32,7 @@ def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
         if log_p_BMC.isnan().any():
             raise ValueError("Logits must not be NaN or inf, and each image needs one that is not -inf.")
         return log_p_BMC
-    if (outputs < 0).any() or not torch.allclose(outputs.sum(2), outputs.new_ones(()), atol=1e-3):
+    if (outputs < 0).any() or not torch.allclose(outputs.sum(2), outputs.new_ones(()), atol=tolerance):
         raise ValueError(
             "Probabilities must not be negative or NaN, and must sum to 1; from_logits=True is for logits."
         )
@@ -49,11 +50,17 @@ def _check_labels(labels: Tensor, images: int, classes: int) -> None:
         raise ValueError(f"Labels must be 0 to {classes - 1}, got {int(wrong[0])}.")
 
 
-class _MeanOverImages(Metric):
-    """Mean of K numbers of each image, in float64."""
-
+class _Metric(Metric):
     full_state_update = False
     higher_is_better: bool | None = False
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot a value, or values of several calls, as torchmetrics does."""
+        return self._plot(val, ax)
+
+
+class _MeanOverImages(_Metric):
+    """Mean of K numbers of each image, in float64."""
 
     def __init__(self, from_logits: bool = True, numbers: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
@@ -71,9 +78,9 @@ class _MeanOverImages(Metric):
         log_p_BMC = log_probabilities(outputs, self.from_logits)
         images, _, classes = log_p_BMC.shape
         _check_labels(labels, images, classes)
-        sum_K = self.per_image(log_p_BMC, labels.long()).double().view(images, -1).sum(0)
         sums = getattr(self, self._state)
-        setattr(self, self._state, sums + torch.cat([sum_K, sums.new_full((1,), images)]))
+        sum_K = self.per_image(log_p_BMC, labels.long()).double().reshape(images, len(sums) - 1).sum(0)
+        setattr(self, self._state, sums + torch.cat([sum_K, sum_K.new_full((1,), images)]))
 
     def means(self) -> Tensor:
         """Give the means, (K,); NaN before the first image."""
@@ -183,10 +190,9 @@ class NormalizedDisagreement(Disagreement):
         return torch.where(disagreement == 0, disagreement, disagreement / error)
 
 
-class _Scores(Metric):
+class _Scores(_Metric):
     """Scores of images of the training distribution and of others, all of which are kept. Only their order counts."""
 
-    full_state_update = False
     scores_in: list[Tensor]
     scores_out: list[Tensor]
 
@@ -233,8 +239,6 @@ class AUROC(_Scores):
 
 class FPRAt95(_Scores):
     """Share of the other images with at least the score that 95 % of the images of the training distribution reach."""
-
-    higher_is_better = False
 
     def compute(self) -> Tensor:
         scores_in, scores_out = self.sorted_scores()

@@ -312,7 +312,7 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
     shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
-    _logger.info(f"Images for {source}: {shown_entries}.")
+    _logger.info(printable(f"Images for {source}: {shown_entries}."))
     guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
     if guessed:
         _logger.warning(
