@@ -87,21 +87,26 @@ class Figures:
     def __init__(self, num_classes: int):
         self.members = 0
         self.confidence, self.ood_confidence = Rows(), Rows()
+        alone: Any = {"sync_on_compute": False}  # whichever processes evaluate, each has all images
         self._of_ensemble: dict[str, metrics.Metric] = {
-            "nll": metrics.NegativeLogLikelihood(),
-            "error": metrics.ErrorRate(),
-            "ece": metrics.CalibrationError(num_classes),
-            "brier": metrics.BrierScore(),
+            "nll": metrics.NegativeLogLikelihood(**alone),
+            "error": metrics.ErrorRate(**alone),
+            "ece": metrics.CalibrationError(num_classes, **alone),
+            "brier": metrics.BrierScore(**alone),
         }
         self._of_member: dict[str, metrics.Metric] = {
-            "mean_member_nll": metrics.NegativeLogLikelihood(),
-            "mean_member_error": metrics.ErrorRate(),
+            "mean_member_nll": metrics.NegativeLogLikelihood(**alone),
+            "mean_member_error": metrics.ErrorRate(**alone),
         }
         self._of_pairs: dict[str, metrics.Metric] = {
-            "pairwise_kl": metrics.PairwiseKL(),
-            "cosine_similarity": metrics.CosineSimilarity(),
-            "disagreement": metrics.Disagreement(),
-            "normalized_disagreement": metrics.NormalizedDisagreement(),
+            "pairwise_kl": metrics.PairwiseKL(**alone),
+            "cosine_similarity": metrics.CosineSimilarity(**alone),
+            "disagreement": metrics.Disagreement(**alone),
+            "normalized_disagreement": metrics.NormalizedDisagreement(**alone),
+        }
+        self._of_scores: dict[str, metrics.Metric] = {
+            "auroc": metrics.AUROC(**alone),
+            "fpr_at_95": metrics.FPRAt95(**alone),
         }
 
     def update(self, log_p_BMC: Tensor, labels: Tensor) -> None:
@@ -126,10 +131,11 @@ class Figures:
         found = {**self._of_ensemble, **(self._of_member | self._of_pairs if self.members > 1 else {})}
         if self.ood_confidence:
             values["ood_images"] = len(self.ood_confidence)
-            found |= {"auroc": metrics.AUROC(), "fpr_at_95": metrics.FPRAt95()}
+            found |= self._of_scores
             scores = torch.cat([self.confidence.tensor(), self.ood_confidence.tensor()])
-            for name in ("auroc", "fpr_at_95"):
-                found[name].update(scores, torch.arange(len(scores)) < len(self.confidence))
+            for metric in self._of_scores.values():
+                metric.reset()
+                metric.update(scores, torch.arange(len(scores)) < len(self.confidence))
         values |= {name: metric.compute().item() for name, metric in found.items()}
         return {name: values[name] for name in LABELS if name in values}
 
