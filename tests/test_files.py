@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import multiprocessing
 import os
 import signal
@@ -333,3 +334,11 @@ def test_what_safetensors_leaves_stands_in_the_hidden_folder(tmp_path, monkeypat
     )
     import_checkpoint(DATA / "vmoe/vmoe_tiny", tmp_path / "a.safetensors")
     assert seen == [tmp_path / ".a.safetensors.timm_moe.partial"]
+
+
+def test_results_of_any_type_are_written(tmp_path):
+    """An option of a model may be what JSON has no word for."""
+    write_json(tmp_path / "a.json", {"kwargs": {"a": {1}, "b": 1j, "c": tmp_path}, "value": float("nan")})
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["kwargs"] == {"a": "{1}", "b": "1j", "c": str(tmp_path)}
+    assert written["value"] is None

@@ -24,6 +24,7 @@ from .analysis.segmentation import MaskedImages, pair_files, read_class_names
 from .checkpoints.source import ModelSpec, describe, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
+from .console import PrintableFormatter, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
@@ -37,7 +38,9 @@ from .rivals import sampled_members
 
 def run(args: argparse.Namespace) -> int:
     """Run a command of :func:`timm_moe_cli.parser` and return the exit status; an error is printed in one sentence."""
-    logging.basicConfig(format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
         for name in ("model_kwargs", "metrics"):  # lists of KEY=VALUE
@@ -45,9 +48,6 @@ def run(args: argparse.Namespace) -> int:
                 ParseKwargs(["--"], name)(argparse.ArgumentParser(), args, getattr(args, name))
         with client_output():
             COMMANDS[args.command](args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, head for instance, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
@@ -68,21 +68,21 @@ def _export(args: argparse.Namespace) -> None:
     options = _model_options(args, "use_ema", "overwrite", "allow_nonfinite")
     if args.moe:
         path = export_moe(args.source, args.output_dir, **options)
-        print(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
+        show(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
     else:
         result = export_dense(
             args.source, args.output_dir, args.method or "average", svd_ratio=args.svd_ratio, **options
         )
         path = result.path
-        print(f"Exported {result.architecture} with {result.parameters:,} parameters to {path}.")
+        show(f"Exported {result.architecture} with {result.parameters:,} parameters to {path}.")
         difference = result.largest_difference
         compared = f"differ by at most {difference:.3g} from" if difference else "equal"
         source = "the source model's" if result.exact else "the outputs of the dense network made of the experts"
         loader = "timm with this package" if is_registered_here(result.architecture) else "stock timm"
-        print(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
+        show(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
         if not result.exact:
-            print("It is not the model that was trained: validate it, or train it further, before you use it.")
-    print(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
+            show("It is not the model that was trained: validate it, or train it further, before you use it.")
+    show(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
 def _push(args: argparse.Namespace) -> None:
@@ -95,15 +95,15 @@ def _push(args: argparse.Namespace) -> None:
     else:
         method = args.method or "average"
         pushed = push_dense(args.source, args.repo_id, method=method, svd_ratio=args.svd_ratio, **options)
-    print("Checked: timm loads the model, bit for bit.")
+    show("Checked: timm loads the model, bit for bit.")
     files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
     if args.dry_run:
-        print("\n".join([f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", pushed.card]))
+        show(f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", *pushed.card.splitlines())
     elif pushed.url is None:
-        print(f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded.")
+        show(f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded.")
     else:
-        print("\n".join([f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url]))
-    print(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
+        show(f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url)
+    show(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
 
 
 def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -138,9 +138,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     images, ood_images = _images(args)
     members: dict[str, Any] = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
-    print("\n".join([*args.sources, table(result)]))
     if args.json:
         write_json(args.json, {**_settings(args), "metrics": result})
+    show(*args.sources, *table(result).split("\n"))
 
 
 def _fewshot(args: argparse.Namespace) -> None:
@@ -151,17 +151,17 @@ def _fewshot(args: argparse.Namespace) -> None:
         for folder in args.data_dir
     ]
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
-    print("\n".join([*args.sources, fewshot_table(results)]))
     if args.json:
         write_json(args.json, {**_settings(args), "results": [asdict(result) for result in results]})
+    show(*args.sources, *fewshot_table(results).split("\n"))
 
 
 def _benefits(args: argparse.Namespace) -> None:
     accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
     benefit = moe_benefits(**accuracies)
     for role, accuracy in accuracies.items():
-        print(f"  {role:<8} top-1 {accuracy:7.2%}")
-    print(f"MoE benefits kept by the student: {benefit:.1%}")
+        show(f"  {role:<8} top-1 {accuracy:7.2%}")
+    show(f"MoE benefits kept by the student: {benefit:.1%}")
 
 
 def _accuracy(source: str, args: argparse.Namespace) -> float:
@@ -194,7 +194,7 @@ def _routes(args: argparse.Namespace) -> None:
     summary = summarize_all(all_routes, args.threshold)
     settings = {**_settings(args), "split": args.split if args.segmentation is None else None}
     write_routes(all_routes, {**settings, **summary}, args.output_dir)
-    print("\n".join([args.source, routes_table(summary)]))
+    show(args.source, *routes_table(summary).split("\n"))
 
 
 def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool, inference: Inference) -> list[Routes]:
@@ -220,7 +220,7 @@ def _report(args: argparse.Namespace) -> None:
     check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
-    print(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
+    show(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
 
 
 def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None]:
@@ -246,7 +246,7 @@ def _list(args: argparse.Namespace) -> None:
         return f"timm's {family}" if is_named_after_stock(name) else family
 
     for title, of_group in groupby(sorted(names, key=group), key=group):
-        print("\n".join([f"{title}:", *(f"  {name}" for name in of_group)]))
+        show(f"{title}:", *(f"  {name}" for name in of_group))
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -265,21 +265,21 @@ def _info(args: argparse.Namespace) -> None:
     rows = info.rows()
     if norms:
         rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
-    print(info.name)
+    show(info.name)
     for label, value in rows.items():
-        print(f"  {label:<22} {value}")
+        show(f"  {label:<22} {value}")
     other = f"prints no figures for these options; for the registered ones: timm-moe info {info.name}"
     for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
-        print(f"  {label:<22} {text}")
+        show(f"  {label:<22} {text}")
 
 
 def _import_vmoe(args: argparse.Namespace) -> None:
     imported = import_checkpoint(args.prefix, args.output, args.overwrite)
     kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
-    print(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is loaded by")
-    print(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
+    show(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is loaded by")
+    show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
     top_k = model_info(imported.name, **imported.kwargs).top_k
-    print(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")
+    show(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")
 
 
 COMMANDS = {

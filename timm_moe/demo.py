@@ -21,6 +21,7 @@ from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .console import show
 from .drawings import COLOURS, ewa
 from .export import export_dense
 from .training.averaging import ExpertWeightAveraging
@@ -104,18 +105,19 @@ def run_demo(output: str, epochs: int) -> None:
         ("parameters after export", f"{parameters[0]:,}", f"{export.parameters:,}"),
         ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa))),
     ]
-    print("\n".join(["", *(f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows)]))
-    print("\nOne seed on toy data: a point more or less is noise. Real images: docs/results.md in the repository.")
+    plot([dense, ewa], folder / "training.png")
+    show("", *(f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows))
+    show("", "One seed on toy data: a point more or less is noise. Real images: docs/results.md in the repository.")
     with torch.inference_mode():
         expected = ewa.model.eval()(test_set[0])
     same = int((outputs.argmax(1) == expected.argmax(1)).sum())
-    print(
-        f"\nPlain timm, without timm_moe, loaded {export.path} as {stock_class}:\n"
+    show(
+        "",
+        f"Plain timm, without timm_moe, loaded {export.path} as {stock_class}:",
         f"  {same} of {len(outputs)} predictions are the same, "
-        f"largest difference of an output {(outputs - expected).abs().max().item():.3g}"
+        f"largest difference of an output {(outputs - expected).abs().max().item():.3g}",
     )
-    plot([dense, ewa], folder / "training.png")
-    print(f"\nExported model: {export.path}\nPlot:           {folder / 'training.png'}")
+    show("", f"Exported model: {export.path}", f"Plot:           {folder / 'training.png'}")
     if same != len(outputs):
         raise RuntimeError("The exported model does not predict what the trained one does.")
 

@@ -143,6 +143,6 @@ def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
 def write_json(file: str | Path, contents: dict[str, Any]) -> None:
     """Write results and the versions of the libraries; NaN and infinity, which JSON lacks, become null."""
     versions = {"timm_moe": __version__, "timm": timm.__version__, "torch": torch.__version__}
-    finite = json.loads(json.dumps({**contents, "versions": versions}), parse_constant=lambda name: None)
+    finite = json.loads(json.dumps({**contents, "versions": versions}, default=str), parse_constant=lambda name: None)
     with written_whole(file) as partial:
         partial.write_text(json.dumps(finite, indent=2) + "\n")

@@ -356,3 +356,11 @@ def test_models_that_mc_dropout_cannot_sample_are_refused(splits, name, options,
         evaluate(
             [seeded_model(name, 1, **options)], image_folder(splits, "val"), inference=HERE, members=sampled_members(1)
         )
+
+
+def test_a_process_of_several_evaluates_by_itself(splits, model, monkeypatch):
+    """As in a training of several processes of which one evaluates; to wait for the others would be for ever."""
+    monkeypatch.setattr("torchmetrics.metric.jit_distributed_available", lambda: True)
+    images = image_folder(splits, "val")
+    result = evaluate([model, model], images, images, inference=HERE)
+    assert (result["images"], result["ood_images"], result["auroc"]) == (30, 30, 0.5)

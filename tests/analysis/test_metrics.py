@@ -70,9 +70,10 @@ def test_calibration_error_has_fifteen_bins_of_which_the_last_holds_one(cases):
     for part in (slice(0, 7), slice(7, None)):
         if len(confidence[part]):
             metric.update(torch.stack([confidence, 1 - confidence], 1)[part], (~correct).long()[part])
-    seen = torch.cat(metric.confidences).numpy()  # after a logarithm and back
-    predicted = torch.cat(metric.accuracies).numpy()
-    assert metric.compute().item() == pytest.approx(slow_calibration_error(seen, predicted), abs=1e-9)
+    outputs = torch.stack([confidence, 1 - confidence], 1)
+    seen, predicted = metrics.log_probabilities(outputs, False)[:, 0].exp().clamp(max=1).max(1)  # a logarithm and back
+    seen, right = seen.numpy(), (predicted == (~correct).long()).numpy()
+    assert metric.compute().item() == pytest.approx(slow_calibration_error(seen, right), abs=1e-9)
     np.testing.assert_allclose(seen, confidence.numpy(), atol=1e-6)
 
 

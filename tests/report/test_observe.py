@@ -1,5 +1,8 @@
 """The observation of a model against its routers' weights applied by hand, and the sentences on it."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -122,3 +125,13 @@ def test_experts_that_are_alike_are_called_so(splits, ewa_vit):
     assert first.spread == relative_distance_to_mean(changed) > 0.1
     (part,) = similarity_section([first]).parts
     assert f"blocks.1.mlp {first.spread:.3g}" in part.text
+
+
+def test_experts_whose_weights_are_not_numbers_are_left_out(splits):
+    """They do not stop a report where no row chose them."""
+    model = make_model("vit_tiny_moe", num_experts=4)
+    first = expert_similarity(model, image_folder(splits), HERE)[0]
+    weights_EE = first.weights_EE.clone()
+    weights_EE[1] = float("nan")
+    (part,) = similarity_section([replace(first, weights_EE=weights_EE)]).parts
+    json.dumps(part.chart, allow_nan=False)

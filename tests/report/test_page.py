@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from common import SMALL_VIT, make_model
-from observations import layer_of, seen_as
+from observations import HERE, layer_of, seen_as
 from safetensors.torch import save_file
 
+from timm_moe.analysis.data import image_folder
+from timm_moe.report import write_report
 from timm_moe.report.observe import SHOWN, SUREST, Observation, Patch
 from timm_moe.report.page import page
 from timm_moe.report.sections.classifier import classifier_section
@@ -200,3 +202,13 @@ def test_everyone_can_read_it(browser, report, dark):
     assert find("html")[0].get_attribute("data-theme") == ("dark" if dark else "light")
     found = Axe().run(browser)["violations"]
     assert [(violation["id"], violation["nodes"][0]["html"]) for violation in found] == []
+
+
+def test_files_are_read_before_the_images_are_run_on(splits, tmp_path, monkeypatch):
+    def damaged(*_):
+        raise ValueError("damaged")
+
+    monkeypatch.setattr("timm_moe.report.find_history", damaged)
+    monkeypatch.setattr("timm_moe.report.observe", lambda *_: pytest.fail("The images were run on."))
+    with pytest.raises(ValueError, match="damaged"):
+        write_report([make_model("vit_tiny_moe", num_experts=4)], image_folder(splits), tmp_path, inference=HERE)

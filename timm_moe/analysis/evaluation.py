@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
+from .rows import Rows
 
 #: From a model in eval mode, its name and images to the logits (B, M, C) of its members.
 Members = Callable[[nn.Module, str, Tensor], Tensor]
@@ -80,53 +81,62 @@ def evaluate(
     return figures.result()
 
 
-def _group(**of_name: metrics.Metric) -> metrics.MetricCollection:
-    return metrics.MetricCollection({**of_name}, compute_groups=False)
-
-
 class Figures:
-    """Numbers of :func:`evaluate` for C classes, gathered batch by batch."""
+    """Numbers of :func:`evaluate` for C classes, gathered batch by batch: sums, and the confidence of each image."""
 
     def __init__(self, num_classes: int):
-        self.images = self.members = self.ood_images = 0
-        self._of_ensemble = _group(
-            nll=metrics.NegativeLogLikelihood(),
-            error=metrics.ErrorRate(),
-            ece=metrics.CalibrationError(num_classes),
-            brier=metrics.BrierScore(),
-        )
-        self._of_member = _group(mean_member_nll=metrics.NegativeLogLikelihood(), mean_member_error=metrics.ErrorRate())
-        self._of_pairs = _group(
-            pairwise_kl=metrics.PairwiseKL(),
-            cosine_similarity=metrics.CosineSimilarity(),
-            disagreement=metrics.Disagreement(),
-            normalized_disagreement=metrics.NormalizedDisagreement(),
-        )
-        self._of_confidence = _group(auroc=metrics.AUROC(), fpr_at_95=metrics.FPRAt95())
+        self.members = 0
+        self.confidence, self.ood_confidence = Rows(), Rows()
+        alone: Any = {"sync_on_compute": False}  # whichever processes evaluate, each has all images
+        self._of_ensemble: dict[str, metrics.Metric] = {
+            "nll": metrics.NegativeLogLikelihood(**alone),
+            "error": metrics.ErrorRate(**alone),
+            "ece": metrics.CalibrationError(num_classes, **alone),
+            "brier": metrics.BrierScore(**alone),
+        }
+        self._of_member: dict[str, metrics.Metric] = {
+            "mean_member_nll": metrics.NegativeLogLikelihood(**alone),
+            "mean_member_error": metrics.ErrorRate(**alone),
+        }
+        self._of_pairs: dict[str, metrics.Metric] = {
+            "pairwise_kl": metrics.PairwiseKL(**alone),
+            "cosine_similarity": metrics.CosineSimilarity(**alone),
+            "disagreement": metrics.Disagreement(**alone),
+            "normalized_disagreement": metrics.NormalizedDisagreement(**alone),
+        }
+        self._of_scores: dict[str, metrics.Metric] = {
+            "auroc": metrics.AUROC(**alone),
+            "fpr_at_95": metrics.FPRAt95(**alone),
+        }
 
     def update(self, log_p_BMC: Tensor, labels: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images and their labels (B,)."""
-        self.images += len(labels)
         self.members = log_p_BMC.shape[1]
-        self._of_ensemble.update(log_p_BMC, labels)
+        given = [(self._of_ensemble, (log_p_BMC, labels))]
         if self.members > 1:
-            self._of_member.update(log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
-            self._of_pairs.update(log_p_BMC, labels)
-        self._of_confidence.update(confidence(log_p_BMC), torch.ones_like(labels))
+            given.append((self._of_member, (log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))))
+            given.append((self._of_pairs, (log_p_BMC, labels)))
+        for group, batch in given:
+            for metric in group.values():
+                metric.update(*batch)
+        self.confidence.add(confidence(log_p_BMC))
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images of other data."""
-        self.ood_images += len(log_p_BMC)
-        self._of_confidence.update(confidence(log_p_BMC), torch.zeros(len(log_p_BMC), dtype=torch.long))
+        self.ood_confidence.add(confidence(log_p_BMC))
 
     def result(self) -> dict[str, float]:
         """Give the numbers, as :func:`evaluate` returns them."""
-        groups = [self._of_ensemble]
-        groups += [self._of_member, self._of_pairs] if self.members > 1 else []
-        groups += [self._of_confidence] if self.ood_images else []
-        values = {name: value.item() for group in groups for name, value in group.compute().items()}
-        values |= {"images": self.images, "members": self.members}
-        values |= {"ood_images": self.ood_images} if self.ood_images else {}
+        values: dict[str, float] = {"images": len(self.confidence), "members": self.members}
+        found = {**self._of_ensemble, **(self._of_member | self._of_pairs if self.members > 1 else {})}
+        if self.ood_confidence:
+            values["ood_images"] = len(self.ood_confidence)
+            found |= self._of_scores
+            scores = torch.cat([self.confidence.tensor(), self.ood_confidence.tensor()])
+            for metric in self._of_scores.values():
+                metric.reset()
+                metric.update(scores, torch.arange(len(scores)) < len(self.confidence))
+        values |= {name: metric.compute().item() for name, metric in found.items()}
         return {name: values[name] for name in LABELS if name in values}
 
 

@@ -17,7 +17,9 @@ from timm.data import ImageDataset, is_img_extension
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
+from ..console import printable
 from .data import Inference, Source, batches, class_names, describe_source
+from .rows import Rows
 
 _logger = logging.getLogger(__name__)
 
@@ -197,14 +199,17 @@ def _features(
     named: Sequence[tuple[nn.Module, str]], images: ImageDataset, inference: Inference, indices: Any = None
 ) -> tuple[list[Tensor], Tensor]:
     """(N, D) features from each member of each model, and the labels, of all images or some."""
-    parts: list[list[Tensor]] = []
-    labels = []
+    parts: list[Rows] = []
+    labels = Rows()
     for inputs, label in batches([model for model, _ in named], images, inference, indices):
         with inference.autocast():
             members = [_member_features(*each, x) for each, x in zip(named, inputs, strict=True)]
-        parts.append([feature for features in members for feature in features.cpu().double().unbind(1)])
-        labels.append(label.cpu())
-    return [torch.cat(part) for part in zip(*parts, strict=True)], torch.cat(labels)
+        features = [feature for of_model in members for feature in of_model.unbind(1)]
+        parts = parts or [Rows() for _ in features]
+        for part, feature in zip(parts, features, strict=True):
+            part.add(feature)
+        labels.add(label)
+    return [part.tensor() for part in parts], labels.tensor()
 
 
 def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
@@ -228,10 +233,11 @@ def _best_penalty(accuracy_RL: Tensor) -> int:
 
 def table(results: Sequence[Result]) -> str:
     """Write a line for each result."""
-    width = max(len(result.folder) for result in results)
+    names = [printable(result.folder) for result in results]
+    width = max(map(len, names))
     lines = []
-    for result in results:
+    for name, result in zip(names, results, strict=True):
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
-        kind = f"{result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}"
+        kind = f"{name:<{width}}  {result.shots:>4} shots  {result.members:<8}"
         lines.append(f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """Metrics of accuracy, calibration and diversity (pBE, arXiv 2110.03360, section 4 and appendix B).
 
 Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) and of logits or probabilities (B, C), or
-(B, M, C) of the M members of an ensemble, which predicts the mean of their probabilities.
+(B, M, C) of the M members of an ensemble, which predicts the mean of their probabilities. A logit of -inf leaves its
+class out.
 """
 
 from typing import Any
@@ -13,8 +14,7 @@ from torch.nn import functional as F
 from ..layers.ensemble import ensemble_log_probabilities
 
 try:
-    from torchmetrics import Metric, MetricCollection  # noqa: F401  (evaluation takes it from here, with the message)
-    from torchmetrics.classification import BinaryAUROC, BinaryROC, MulticlassCalibrationError
+    from torchmetrics import Metric
     from torchmetrics.utilities import dim_zero_cat
 except ModuleNotFoundError as error:
     raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
@@ -24,40 +24,72 @@ def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
     """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C)."""
     if outputs.ndim not in (2, 3):
         raise ValueError(f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}.")
+    tolerance = max(1e-3, torch.finfo(outputs.dtype).eps) if outputs.is_floating_point() else 1e-3
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     outputs = outputs.unsqueeze(1) if outputs.ndim == 2 else outputs
     if from_logits:
-        return outputs.log_softmax(2)
-    if (outputs < 0).any() or not torch.allclose(outputs.sum(2), outputs.new_ones(()), atol=1e-3):
-        raise ValueError("Probabilities must not be negative and must sum to 1; for logits say from_logits=True.")
+        log_p_BMC = outputs.log_softmax(2)
+        if log_p_BMC.isnan().any():
+            raise ValueError("Logits must not be NaN or inf, and each image needs one that is not -inf.")
+        return log_p_BMC
+    if (outputs < 0).any() or not torch.allclose(outputs.sum(2), outputs.new_ones(()), atol=tolerance):
+        raise ValueError(
+            "Probabilities must not be negative or NaN, and must sum to 1; from_logits=True is for logits."
+        )
     return outputs.clamp(min=torch.finfo(outputs.dtype).tiny).log()
 
 
-class _MeanOverImages(Metric):
-    full_state_update = False
-    total: Tensor
-    images: Tensor
+def _check_labels(labels: Tensor, images: int, classes: int) -> None:
+    """Raise ValueError unless there is a class, 0 to C - 1, for each image."""
+    if labels.shape != (images,):
+        raise ValueError(f"{images} images need labels of shape ({images},), got {tuple(labels.shape)}.")
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"Labels must be whole numbers, got {labels.dtype}.")
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise ValueError(f"Labels must be 0 to {classes - 1}, got {int(wrong[0])}.")
 
-    def __init__(self, from_logits: bool = True, **kwargs: Any):
+
+class _Metric(Metric):
+    full_state_update = False
+    higher_is_better: bool | None = False
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot a value, or values of several calls, as torchmetrics does."""
+        return self._plot(val, ax)
+
+
+class _MeanOverImages(_Metric):
+    """Mean of K numbers of each image, in float64."""
+
+    def __init__(self, from_logits: bool = True, numbers: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         self.from_logits = from_logits
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("images", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        # MetricCollection updates one for all of the metrics that have the same names and first values of states.
+        self._state = f"{type(self).__name__}_of_{'logits' if from_logits else 'probabilities'}"
+        self.add_state(self._state, torch.zeros(numbers + 1, dtype=torch.float64), dist_reduce_fx="sum")
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        """Give the numbers, (B,) or (B, K)."""
         raise NotImplementedError
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
-        """Add a batch; raise ValueError on other shapes, or on probabilities that do not sum to 1."""
+        """Add a batch; raise ValueError on wrong shapes or labels, NaN, or probabilities that do not sum to 1."""
         log_p_BMC = log_probabilities(outputs, self.from_logits)
-        if labels.shape != log_p_BMC.shape[:1]:
-            raise ValueError(f"{tuple(outputs.shape)} outputs go with {outputs.shape[0]} labels, got {labels.numel()}.")
-        self.total += self.per_image(log_p_BMC, labels).double().sum()
-        self.images += len(labels)
+        images, _, classes = log_p_BMC.shape
+        _check_labels(labels, images, classes)
+        sums = getattr(self, self._state)
+        sum_K = self.per_image(log_p_BMC, labels.long()).double().reshape(images, len(sums) - 1).sum(0)
+        setattr(self, self._state, sums + torch.cat([sum_K, sum_K.new_full((1,), images)]))
+
+    def means(self) -> Tensor:
+        """Give the means, (K,); NaN before the first image."""
+        sums = getattr(self, self._state)
+        return sums[:-1] / sums[-1]
 
     def compute(self) -> Tensor:
         """Give the mean; NaN before the first image."""
-        return self.total / self.images
+        return self.means()[0]
 
 
 class NegativeLogLikelihood(_MeanOverImages):
@@ -82,95 +114,134 @@ class BrierScore(_MeanOverImages):
         return (p_BC - F.one_hot(labels, p_BC.shape[1])).square().sum(1)
 
 
-def _pairs(log_p_BMC: Tensor) -> tuple[Tensor, Tensor]:
-    """Pair the members i < j: (B, pairs, C) of i and of j."""
-    if log_p_BMC.shape[1] < 2:
-        raise ValueError("Members of an ensemble are compared: outputs must be (B, M, C).")
-    first, second = torch.triu_indices(log_p_BMC.shape[1], log_p_BMC.shape[1], 1)
-    return log_p_BMC[:, first], log_p_BMC[:, second]
+class CalibrationError(_MeanOverImages):
+    """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
+
+    A bin holds its lower bound, and the last one also 1. Outputs of another number of classes are a ValueError.
+    """
+
+    def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
+        super().__init__(from_logits, n_bins, **kwargs)
+        self.num_classes, self.n_bins = num_classes, n_bins
+
+    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        if log_p_BMC.shape[2] != self.num_classes:
+            raise ValueError(f"Outputs must have {self.num_classes} classes, got {log_p_BMC.shape[2]}.")
+        confidence, predicted = ensemble_log_probabilities(log_p_BMC).exp().clamp(max=1).max(1)
+        bounds = torch.linspace(0, 1, self.n_bins + 1, device=confidence.device, dtype=confidence.dtype)
+        index = torch.bucketize(confidence, bounds[1:-1], right=True)
+        excess = (predicted == labels).double() - confidence.double()
+        return F.one_hot(index, self.n_bins) * excess.unsqueeze(1)
+
+    def compute(self) -> Tensor:
+        return self.means().abs().sum()
 
 
-class PairwiseKL(_MeanOverImages):
+class _MeanOverPairs(_MeanOverImages):
+    """Mean over the pairs of members i < j, and over the images."""
+
+    higher_is_better = None
+
+    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Compare the members of each pair, (B, pairs, C), and give (B, pairs)."""
+        raise NotImplementedError
+
+    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        members = log_p_BMC.shape[1]
+        if members < 2:
+            raise ValueError("Members of an ensemble are compared: outputs must be (B, M, C).")
+        first, second = torch.triu_indices(members, members, 1)
+        return self.of_pair(log_p_BMC[:, first], log_p_BMC[:, second]).double().mean(1)
+
+
+class PairwiseKL(_MeanOverPairs):
     """Kullback-Leibler divergence of one member's probabilities from another's, the mean over the pairs."""
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
-        log_p, log_q = _pairs(log_p_BMC)
-        return (log_p.exp() * (log_p - log_q)).sum(2).mean(1)
+    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.where(log_p == -torch.inf, 0, log_p.exp() * (log_p - log_q)).sum(2)
 
 
-class CosineSimilarity(_MeanOverImages):
+class CosineSimilarity(_MeanOverPairs):
     """Cosine of the angle between two members' probabilities, the mean over the pairs."""
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
-        log_p, log_q = _pairs(log_p_BMC)
-        return F.cosine_similarity(log_p.exp(), log_q.exp(), dim=2).mean(1)
+    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return F.cosine_similarity(log_p.exp(), log_q.exp(), dim=2)
 
 
-class Disagreement(_MeanOverImages):
+class Disagreement(_MeanOverPairs):
     """Share of images for which two members predict different classes, the mean over the pairs."""
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
-        log_p, log_q = _pairs(log_p_BMC)
-        return (log_p.argmax(2) != log_q.argmax(2)).double().mean(1)
+    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return log_p.argmax(2) != log_q.argmax(2)
 
 
 class NormalizedDisagreement(Disagreement):
     """Disagreement divided by the ensemble's error rate; 0 if both are 0, infinite if only the error is."""
 
-    errors: Tensor
-
     def __init__(self, from_logits: bool = True, **kwargs: Any):
-        super().__init__(from_logits, **kwargs)
-        self.add_state("errors", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        super().__init__(from_logits, 2, **kwargs)
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
-        self.errors += (ensemble_log_probabilities(log_p_BMC).argmax(1) != labels).sum()
-        return super().per_image(log_p_BMC, labels)
+        wrong = ensemble_log_probabilities(log_p_BMC).argmax(1) != labels
+        return torch.stack([super().per_image(log_p_BMC, labels), wrong.double()], 1)
 
     def compute(self) -> Tensor:
-        return torch.where(self.total == 0, self.total, self.total / self.errors)
+        disagreement, error = self.means()
+        return torch.where(disagreement == 0, disagreement, disagreement / error)
 
 
-class CalibrationError(MulticlassCalibrationError):
-    """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
+class _Scores(_Metric):
+    """Scores of images of the training distribution and of others, all of which are kept. Only their order counts."""
 
-    A bin holds its lower bound, and the last one also 1, for which torchmetrics has another bin.
-    """
+    scores_in: list[Tensor]
+    scores_out: list[Tensor]
 
-    confidences: list[Tensor]
-    accuracies: list[Tensor]
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        for name in ("scores_in", "scores_out"):
+            self.add_state(name, [], dist_reduce_fx="cat")
 
-    def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
-        super().__init__(num_classes, n_bins, norm="l1", **kwargs)
-        self.from_logits = from_logits
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the scores, in which torchmetrics gathers them from a process without images too."""
+        return torch.float64
 
-    def update(self, outputs: Tensor, labels: Tensor) -> None:
-        p_BC = ensemble_log_probabilities(log_probabilities(outputs, self.from_logits)).exp()
-        super().update(p_BC.clamp(max=1), labels)  # torchmetrics takes a batch with a value above 1 for logits
+    def update(self, confidence: Tensor, is_in: Tensor) -> None:
+        """Add the largest probabilities (B,) of a batch, or other scores, and 1 for each image of the training data.
+
+        It is a ValueError if a shape is another, a score NaN, or the kind of an image neither 1 nor 0.
+        """
+        if confidence.ndim != 1 or confidence.isnan().any():
+            raise ValueError(f"Scores must have shape (B,) and not be NaN, got {tuple(confidence.shape)}.")
+        _check_labels(is_in, len(confidence), 2)
+        scores, is_in = confidence.double(), is_in.bool()
+        self.scores_in.append(scores[is_in])
+        self.scores_out.append(scores[~is_in])
+
+    def sorted_scores(self) -> tuple[Tensor, Tensor]:
+        """Return both kinds in ascending order."""
+        none = torch.empty(0, dtype=torch.float64, device=self.device)
+        kinds = self.scores_in, self.scores_out
+        scores_in, scores_out = (dim_zero_cat(scores) if len(scores) else none for scores in kinds)
+        return scores_in.sort().values, scores_out.sort().values
+
+
+class AUROC(_Scores):
+    """Area under the ROC curve for images of the training distribution and others; NaN if there is only one kind."""
+
+    higher_is_better = True
 
     def compute(self) -> Tensor:
-        confidence = dim_zero_cat(self.confidences)
-        inner_bounds = torch.linspace(0, 1, self.n_bins + 1, device=confidence.device, dtype=confidence.dtype)[1:-1]
-        index = torch.bucketize(confidence, inner_bounds, right=True)
-        excess = dim_zero_cat(self.accuracies).double() - confidence.double()
-        in_bins = excess.new_zeros(self.n_bins).index_add(0, index, excess)
-        return in_bins.abs().sum() / len(confidence)
+        scores_in, scores_out = self.sorted_scores()
+        twice = torch.searchsorted(scores_out, scores_in) + torch.searchsorted(scores_out, scores_in, right=True)
+        return twice.double().mean() / (2 * len(scores_out))
 
 
-class AUROC(BinaryAUROC):
-    """Area under the ROC curve for images of the training distribution and others, by their confidence."""
+class FPRAt95(_Scores):
+    """Share of the other images with at least the score that 95 % of the images of the training distribution reach."""
 
-    def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        """Add the largest probabilities (B,) of a batch, and 1 for each image of the training distribution."""
-        super().update(confidence.clamp(max=1), is_in)  # as above
-
-
-class FPRAt95(BinaryROC):
-    """False positive rate at the confidence that 95 % of the images of the training distribution reach."""
-
-    def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        super().update(confidence.clamp(max=1), is_in)
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        false_positive_rate, true_positive_rate, _ = super().compute()
-        return false_positive_rate[(true_positive_rate >= 0.95).nonzero()[0, 0]]
+    def compute(self) -> Tensor:
+        scores_in, scores_out = self.sorted_scores()
+        if not len(scores_in):
+            return scores_in.mean()  # NaN
+        return (scores_out >= scores_in[len(scores_in) // 20]).double().mean()

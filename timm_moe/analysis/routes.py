@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..console import printable
 from ..files import check_folder, publish, staged, write_json
 from .routing_statistics import Routes
 
@@ -24,19 +25,20 @@ PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 def table(summary: Mapping[str, Any]) -> str:
     """Write the summary by :func:`timm_moe.analysis.routing_statistics.summarize_all` as text."""
     layers = summary["layers"]
-    width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
+    names = [printable(layer["layer"]) for layer in layers]
+    width = max(len("layer"), *map(len, names))
     lines = [
         f"{'layer':<{width}}  experts  largest share  I(class; expert)  / H(expert)  by chance  experts/image  kept"
     ]
-    for layer in layers:
+    for name, layer in zip(names, layers, strict=True):
         lines += [
-            f"{layer['layer']:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
+            f"{name:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
             f"  {layer['mutual_information']:>11.3f} nats  {layer['normalized']:>11.3f}"
             f"  {layer['by_chance']:>9.3f}  {layer['experts_per_image']:>13.2f}"
             f"  {'yes' if layer['kept'] else 'no':>4}",
             f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
         ]
-    kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
+    kept = ", ".join(name for name, layer in zip(names, layers, strict=True) if layer["kept"]) or "none"
     images = f"images {summary['images']:,}" + (f", patches {summary['patches']:,}" if "patches" in summary else "")
     lines += [
         f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
@@ -65,7 +67,7 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
         folder = temporary / "routes"
         folder.mkdir()
         write_json(folder / "routes.json", contents)
-        with open(folder / "routes.csv", "w", newline="") as stream:
+        with open(folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["layer", "class", "expert", "share"])
             for routes in all_routes:
@@ -84,6 +86,13 @@ def display_order(share_CE: Tensor) -> list[int]:
 
 def plot(all_routes: Sequence[Routes], file: Path) -> None:
     """Draw a heatmap for each layer into one PNG, with the same colours and the deepest layer's order of classes."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False, "text.usetex": False}):  # a name may look like mathematics, or like TeX
+        _plot(all_routes, file)
+
+
+def _plot(all_routes: Sequence[Routes], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -100,17 +109,18 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
     for panel, routes, share_CE in zip(panels, all_routes, heatmaps, strict=False):
         look = dict(cmap="cividis_r", aspect="auto", interpolation="nearest")
         image = panel.imshow(share_CE[order].numpy(), vmin=0, vmax=highest, **look)
-        panel.set_title(routes.layer, fontsize=8)
+        panel.set_title(printable(routes.layer), fontsize=8)
         panel.set_xlabel("expert", fontsize=8)
         panel.tick_params(labelsize=7, left=False)
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     for panel in panels[len(heatmaps) :]:
         panel.set_visible(False)
     for panel in panels[::columns]:
-        panel.set_ylabel(f"{len(order)} classes, in the order of {deepest.layer}", fontsize=8)
+        panel.set_ylabel(f"{len(order)} classes, in the order of {printable(deepest.layer)}", fontsize=8)
         panel.tick_params(left=True)
         if height / len(order) >= 0.1:  # room for the names
-            panel.set_yticks(range(len(order)), [deepest.classes[index] for index in order], fontsize=6)
+            names = [printable(deepest.classes[index]) for index in order]
+            panel.set_yticks(range(len(order)), names, fontsize=6)
     length = min(4.0, 0.8 * size[1])
     share, shrink = 0.2 / size[0], length / size[1]
     bar = figure.colorbar(image, ax=panels.tolist(), fraction=share, pad=share, shrink=shrink, aspect=length / 0.15)

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from ..convert.blocks import moe_layers
 from ..layers import MoeMlp, Routing
 from .data import Inference, batches, class_names
+from .rows import Rows
 from .segmentation import MaskedImages, majority_labels
 
 #: Permutations of labels over which the figure of chance is averaged.
 SHUFFLES = 10
+#: Entries that are summed at once, in double precision.
+_AT_ONCE = 2**14
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class RouterWatcher(ExitStack):
         self._prefix = prefix
         self._noted: list[RouterCall] = []
         self._calls: list[RouterCall] = []
-        self._counts: list[list[Tensor]] = []
-        self._labels: list[Tensor] = []
+        self._counts: list[Rows] = []
+        self._labels = Rows()
         for name, layer in layers.items():
             self.callback(layer.router.register_forward_hook(partial(self._note, name, layer)).remove)
 
@@ -64,13 +67,15 @@ class RouterWatcher(ExitStack):
             for index, (name, call) in enumerate(zip(names, self._noted, strict=True))
         ]
         self._noted = []
-        self._counts.append([self._count(call, labels) for call in self._calls])
-        self._labels.append(labels)
+        self._counts = self._counts or [Rows() for _ in self._calls]
+        for counts, call in zip(self._counts, self._calls, strict=True):
+            counts.add(self._count(call, labels))
+        self._labels.add(labels)
         return self._calls
 
     def routes(self, class_name: Callable[[int], str], ignore_index: int | None = None) -> list["Routes"]:
         """Give the routes of all batches by the calls of a forward; ValueError if all labels are ``ignore_index``."""
-        numbers = torch.cat(self._labels)
+        numbers = self._labels.tensor()
         known = numbers != ignore_index if ignore_index is not None else torch.ones_like(numbers, dtype=torch.bool)
         if not known.any():
             raise ValueError(f"Most pixels of every patch have the label {ignore_index}, so no patch has a class.")
@@ -78,9 +83,9 @@ class RouterWatcher(ExitStack):
         classes = [class_name(number) for number in present.tolist()]
         image_I = known.nonzero()[:, 0] if numbers.ndim == 2 else None
         routes = []
-        for call, counts in zip(self._calls, zip(*self._counts, strict=True), strict=True):
+        for call, counts in zip(self._calls, self._counts, strict=True):
             top_k, degree = call.chosen_TK.shape[1], call.layer.routed_by.routing_degree()
-            routes.append(Routes(call.name, top_k, degree, torch.cat(counts)[known], labels, classes, image_I))
+            routes.append(Routes(call.name, top_k, degree, counts.tensor()[known], labels, classes, image_I))
         return routes
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ class RouterWatcher(ExitStack):
             chosen = of_tokens[:, :, self._prefix :].transpose(1, 2)
         count = chosen.new_zeros(*chosen.shape[:-1], call.layer.num_experts + 1)  # a router of others may drop choices
         count.scatter_add_(-1, chosen, torch.ones_like(chosen))
-        return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8).cpu()
+        return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8)
 
     def _note(self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
         chosen_TK = kept_TK = routing.experts()
@@ -136,7 +141,7 @@ class Routes:
 
     def load(self) -> Tensor:
         """Share of all choices that went to each expert, (E,)."""
-        count_E = self.count_IE.sum(0).double()
+        count_E = self.count_IME.sum((0, 1)).double()
         return count_E / count_E.sum().clamp(min=1)
 
     def count_CE(self) -> Tensor:
@@ -154,11 +159,11 @@ class Routes:
 
     def experts_per_image(self) -> float:
         """Number of different experts that the rows of an image go to, on average."""
-        count_IE = self.count_IE
+        used_IE = (self.count_IME > 0).any(1).int()
         if self.image_I is not None:
             image_I = self.image_I.unique(return_inverse=True)[1]
-            count_IE = count_IE.new_zeros(self.images(), self.experts).index_add_(0, image_I, count_IE)
-        return (count_IE > 0).sum(1).double().mean().item()
+            used_IE = used_IE.new_zeros(self.images(), self.experts).index_add_(0, image_I, used_IE)
+        return (used_IE > 0).sum(1).double().mean().item()
 
     def mutual_information(self) -> float:
         """I(class; expert) in nats, the mean over the members."""
@@ -182,7 +187,9 @@ class Routes:
 
     def _count_MCE(self, labels: Tensor) -> Tensor:
         count_MCE = torch.zeros(self.members, len(self.classes), self.experts, dtype=torch.double)
-        return count_MCE.index_add_(1, labels, self.count_IME.transpose(0, 1).double())
+        for labels_I, count_IME in zip(labels.split(_AT_ONCE), self.count_IME.split(_AT_ONCE), strict=True):
+            count_MCE.index_add_(1, labels_I, count_IME.transpose(0, 1).double())
+        return count_MCE
 
     def _information(self, labels: Tensor) -> tuple[float, float]:
         """I(class; expert) in nats, and its share of H(expert)."""

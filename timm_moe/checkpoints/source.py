@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
+from ..console import printable
 from ..convert.blocks import moe_layers, unwrapped
 from ..info import check_registered
 from ..model_config import (
@@ -219,7 +220,7 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
     (prefix,) = found
     others = [name for name in state_dict if not name.startswith(prefix)]
     left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
-    _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
+    _logger.info(printable(f"{path} holds the model's weights under {prefix[:-1]}{left}."))
     return parts[prefix]
 
 
@@ -311,7 +312,7 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
     shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
-    _logger.info(f"Images for {source}: {shown_entries}.")
+    _logger.info(printable(f"Images for {source}: {shown_entries}."))
     guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
     if guessed:
         _logger.warning(
@@ -336,7 +337,7 @@ def first_problem(error: Exception) -> str:
 
 def describe(error: Exception) -> str:
     """Describe an error in one line of bounded length, with its class if the text is empty or only a key."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()
     return text if len(text) <= 500 else text[:500] + " ..."

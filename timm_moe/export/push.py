@@ -25,6 +25,7 @@ from huggingface_hub.utils import (
 from torch import nn
 
 from ..checkpoints.source import ModelSpec, describe, folder_of, load_source
+from ..console import printable
 from ..convert.blocks import moe_layers
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
@@ -218,7 +219,7 @@ def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
         )
     left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
     if left_out:
-        _logger.info("Not uploaded: %s.", ", ".join(left_out))
+        _logger.info("Not uploaded: %s.", ", ".join(map(printable, left_out)))
     settings = order.settings
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     labels = stated_labels(model, settings) if has_labels else {}

@@ -6,12 +6,14 @@ an :class:`ExpertCallback`.
 """
 
 import functools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..convert.blocks import moe_layers
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
 
@@ -32,6 +34,9 @@ class ExpertCallback(TrainerCallback):
     model, by label smoothing or by ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the
     statistics of each router since the last log.
 
+    In training an ensemble inside one model, as pBE, has outputs (B, M, C) of M members. Each of them is compared with
+    its image's label: the loss, ``compute_loss_func`` too, gets logits (B M, C) and each label M times.
+
     A subclass of Trainer with a ``compute_loss`` of its own that does not call Trainer's adds
     :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an error.
 
@@ -41,17 +46,24 @@ class ExpertCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.averaging: ExpertWeightAveraging | None = None
+        self.member_losses: ExitStack | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.averaging = start_averaging(kwargs["model"], kwargs["optimizer"], state.max_steps, state.global_step)
+        model = kwargs["model"]
+        has_members = any(hasattr(module, "forward_members") for module in model.modules())
+        self.member_losses = ExitStack() if has_members else None
+        if moe_layers(model) or not has_members:
+            self.averaging = start_averaging(model, kwargs["optimizer"], state.max_steps, state.global_step)
 
     def stop(self) -> None:
         """Stop averaging at the end of the run, or after an error."""
         if self.averaging is not None:
             self.averaging.remove()
-        self.averaging = None
+        if self.member_losses is not None:
+            self.member_losses.close()
+        self.averaging = self.member_losses = None
 
 
 def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
@@ -124,6 +136,8 @@ def _add_router_losses(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
+    if callback.member_losses is not None:
+        _take_members(trainer, model, callback.member_losses)
     result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
     if not model.training:
         return result
@@ -153,6 +167,34 @@ def _stop_at_the_end(train: Any, trainer: Trainer, callback: ExpertCallback, *ar
         return train(trainer, *args, **kwargs)
     finally:
         callback.stop()
+
+
+def _take_members(trainer: Any, model: nn.Module, stack: ExitStack) -> None:
+    """Let the losses of a Trainer and its model take the outputs of members, until the stack is closed."""
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    places: list[Any] = [(trainer, "compute_loss_func", _of_outputs), (trainer, "label_smoother", _of_outputs)]
+    for owner, name, of_members in [*places, *((part, "loss_function", _of_logits) for part in models)]:
+        loss = getattr(owner, name)
+        if loss is not None and getattr(loss, "func", None) is not of_members:
+            setattr(owner, name, functools.partial(of_members, loss))
+            stack.callback(setattr, owner, name, loss)
+
+
+def _of_logits(loss: Any, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if logits.ndim == 3:
+        labels, logits = labels.repeat_interleave(logits.shape[1], 0), logits.flatten(0, 1)
+    return loss(labels, logits, *args, **kwargs)
+
+
+def _of_outputs(loss: Any, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    is_dict = isinstance(outputs, dict)
+    logits = outputs["logits"] if is_dict else outputs[0]
+    if logits.ndim == 3:
+        members, flat = logits.shape[1], logits.flatten(0, 1)
+        outputs = type(outputs)({**outputs, "logits": flat}) if is_dict else (flat, *outputs[1:])
+        labels = labels.repeat_interleave(members, 0)
+        num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
+    return loss(outputs, labels, num_items_in_batch=num_items_in_batch, **kwargs)
 
 
 @_wrap("_load_from_checkpoint")

@@ -1,7 +1,7 @@
 """Expert layers in plain PyTorch, without timm, training loops or files."""
 
 from .dispatch import Routing
-from .ensemble import MemberLoss, Tile, ensemble_log_probabilities
+from .ensemble import MemberLoss, ensemble_log_probabilities, tile
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .router import Router, routing_to
@@ -31,10 +31,10 @@ __all__ = [
     "RouterRecord",
     "Routing",
     "SharedExpertMlp",
-    "Tile",
     "TilingRouter",
     "TopKRouter",
     "begin_forward",
     "ensemble_log_probabilities",
     "routing_to",
+    "tile",
 ]

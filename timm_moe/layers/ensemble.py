@@ -4,21 +4,40 @@ Shape suffixes: B images, M members, C classes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
-class Tile:
-    """Forward pre-hook of a module: its input holds each image M times in a row (pBE, arXiv 2110.03360, section 4)."""
+class _Tile:
+    """Forward pre-hook of a block: repeats its input if it is the first, and the masks of single images."""
 
-    def __init__(self, copies: int):
-        self.copies = copies
+    def __init__(self, copies: int, is_first: bool):
+        self.copies, self.is_first = copies, is_first
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(
+        self, block: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, *others = inputs
-        return x.repeat_interleave(self.copies, 0), *others
+        if self.is_first:
+            x = x.repeat_interleave(self.copies, 0)
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.ndim == 4 and len(mask) * self.copies == len(x):
+            kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(self.copies, 0)}
+        return (x, *others), kwargs
+
+
+def tile(blocks: Sequence[nn.Module], copies: int) -> list[RemovableHandle]:
+    """Let blocks that follow each other see each image M times in a row, by hooks (pBE, arXiv 2110.03360, section 4).
+
+    The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), holds for all of its copies.
+    """
+    return [
+        block.register_forward_pre_hook(_Tile(copies, is_first=block is blocks[0]), with_kwargs=True)
+        for block in blocks
+    ]
 
 
 def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:

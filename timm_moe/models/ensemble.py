@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..layers import Tile, ensemble_log_probabilities
+from ..layers import ensemble_log_probabilities, tile
 from .registration import register
 from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit, vmoe_variants
 
@@ -17,9 +17,11 @@ __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints
 
 
 def as_one_classifier(logits: Tensor) -> Tensor:
-    """Turn logits (B, M, C) into the log of the members' mean probabilities (B, C), computed in at least float32."""
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return ensemble_log_probabilities(precise.log_softmax(-1)).to(logits.dtype)
+    """Turn logits (B, M, C) into the log of the members' mean probabilities (B, C), in at least float32.
+
+    A narrower type would round different probabilities to the same, and so change predictions.
+    """
+    return ensemble_log_probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
 
 
 class MembersMixin(VisionTransformer):
@@ -45,7 +47,7 @@ class MembersMixin(VisionTransformer):
         """Let members part at the input of this block."""
         self.ensemble_size = ensemble_size
         self.parting_block = block
-        self._tiling = self.blocks[block].register_forward_pre_hook(Tile(ensemble_size))
+        self._tiling = tile([*self.blocks][block:], ensemble_size)
 
     def forward_members(self, x: Tensor) -> Tensor:
         """Compute the logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
@@ -114,7 +116,8 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         self.part_at(blocks[-1 if ensemble == "multi_head" else 0], ensemble_size)
 
     def restore_stock_class(self) -> None:
-        self._tiling.remove()
+        for handle in self._tiling:
+            handle.remove()
         del self._tiling, self.ensemble_size, self.parting_block
         super().restore_stock_class()
 

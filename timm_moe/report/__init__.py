@@ -64,18 +64,17 @@ def write_report(
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = _short_names([describe_source(source) for source in sources])
     architectures = [get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models]
+    described = [  # before the images are run on, as a file may be damaged here too
+        model_section(model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model, use_ema))
+        for source, name, model in zip(sources, architectures, models, strict=True)
+    ]
     sections: list[dict[str, Section]] = [{}, {}, {}, {}]
     observations = {}
-    for source, name, model, architecture, run in zip(sources, names, models, architectures, runs, strict=True):
+    for name, model, about, run in zip(names, models, described, runs, strict=True):
         _logger.info("%s: running it on %s images ...", name, f"{len(images):,}")
         observations[name] = observe(model, name, images, ood_images, inference)
-        info = measure(copy.deepcopy(model).to("meta"), architecture)
-        of_model = (
-            model_section(model, info, find_history(source, model, use_ema)),
-            run,
-            routing_section(observations[name]),
-            similarity_section(expert_similarity(model, images, inference)),
-        )
+        similarity = similarity_section(expert_similarity(model, images, inference))
+        of_model = (about, run, routing_section(observations[name]), similarity)
         for of_kind, section in zip(sections, of_model, strict=True):
             if section is not None:
                 of_kind[name if len(names) > 1 else ""] = section  # a single model needs no name
@@ -87,7 +86,7 @@ def write_report(
     )
     file = Path(output_dir) / FILE
     with written_whole(file) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
     return file
 
 

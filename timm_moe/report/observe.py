@@ -15,9 +15,10 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..analysis.data import Inference, batches, class_names
-from ..analysis.evaluation import Figures, confidence, member_log_probabilities, predictions
+from ..analysis.evaluation import Figures, member_log_probabilities, predictions
 from ..analysis.metrics import ensemble_log_probabilities
 from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes
+from ..analysis.rows import Rows
 from ..convert.blocks import moe_layers
 from ..model_config import preprocessing
 
@@ -88,7 +89,7 @@ def observe(
     figures, config = Figures(model.num_classes), preprocessing(model)  # type: ignore[arg-type]
     number = min(len(images), SHOWN)
     shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread
-    labels, predicted, sure, pixels, ood = [], [], [], [], []
+    labels, predicted, pixels = Rows(), Rows(), []
     layers: dict[str, _Layer] = {}
     routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
     first = 0
@@ -103,23 +104,22 @@ def observe(
             for here, there in pairwise(layers.values()):
                 here.add_pairs(there)
             figures.update(log_p_BMC, label_B)
-            labels.append(label_B)
-            predicted.append(ensemble_log_probabilities(log_p_BMC).argmax(1))
-            sure.append(confidence(log_p_BMC))
-            pixels.append(pixels_B[own])
+            labels.add(label_B)
+            predicted.add(ensemble_log_probabilities(log_p_BMC).argmax(1))
+            if own:
+                pixels.append(pixels_B[own])
             first += len(label_B)
     if ood_images is not None:
         for log_p_BMC, _ in predictions([model], [name], ood_images, inference):
             figures.update_ood(log_p_BMC)
-            ood.append(confidence(log_p_BMC))
     classes = class_names(images)
     routes = watcher.routes(classes.__getitem__)
     return Observation(
         classes=classes,
-        labels=torch.cat(labels),
-        predicted=torch.cat(predicted),
-        confidence=torch.cat(sure),
-        ood_confidence=torch.cat(ood) if ood else None,
+        labels=labels.tensor(),
+        predicted=predicted.tensor(),
+        confidence=figures.confidence.tensor(),
+        ood_confidence=None if ood_images is None else figures.ood_confidence.tensor(),
         figures=figures.result(),
         layers=[layer.result(own) for layer, own in zip(layers.values(), routes, strict=True)],
         shown=shown,
@@ -157,7 +157,8 @@ class _Layer:
         self.dropped += int((call.kept_TK == self.experts).sum())
         self.first_T = call.chosen_TK[:, 0]
         gate_BMP = self._patches(gate).float()
-        self._shown.append((self._patches(call.kept_TK[:, 0])[shown], gate_BMP[shown]))
+        if shown:
+            self._shown.append((self._patches(call.kept_TK[:, 0])[shown], gate_BMP[shown]))
         if self.grid is not None:
             self._add_surest(self._patches(self.first_T), gate_BMP, pixels_B, labels_B)
 
@@ -194,7 +195,7 @@ class _Layer:
     def _around(self, pixels: Tensor, patch: int) -> Tensor:
         """A patch with its neighbours; the whole image if it is routed as a whole."""
         if self.grid is None or self.by_image:
-            return pixels
+            return pixels.clone()  # of this image alone, not of its batch
         rows, columns = self.grid
         height, width = pixels.shape[1] / rows, pixels.shape[2] / columns
         row, column = divmod(patch, columns)

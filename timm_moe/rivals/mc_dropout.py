@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..layers import Tile
+from ..layers import tile
 from ..layers.experts import dropouts
 
 
@@ -27,12 +27,14 @@ def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
         raise ValueError(f"{name} has no experts with dropout: train it with --model-kwargs expert_dropout=0.1.")
     block = model.get_submodule(found[0][0].rpartition(".")[0])
     sampled = nn.ModuleList([module for _, module in found])
-    tiling = block.register_forward_pre_hook(Tile(samples))
+    blocks = [module for module in model.modules() if type(module) is type(block)]
+    tiling = tile(blocks[blocks.index(block) :], samples)
     try:
         sampled.train()
         yield
     finally:
-        tiling.remove()
+        for handle in tiling:
+            handle.remove()
         sampled.eval()
 
 

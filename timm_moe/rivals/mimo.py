@@ -106,6 +106,11 @@ class MimoMixin(VisionTransformer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.training or isinstance(self.head, nn.Identity):
             return super().forward(x, *args, **kwargs)
+        for mask in (*args, *kwargs.values()):
+            if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) > 1:
+                raise ValueError(
+                    "MIMO mixes images in training, so a mask must be one for all of them: give it the shape (N, N)."
+                )
         batch = len(x)
         image_TM = draw_mixture(batch, self.ensemble_size, self.input_repetition, self.batch_repetitions, x.device)
         return unmix(super().forward(mix(x, image_TM), *args, **kwargs), image_TM, batch)

@@ -3,6 +3,7 @@
 Shape suffixes: T rows, D width, E experts.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -75,12 +76,17 @@ def _cosines(x_ETD: Tensor) -> Tensor:
     return torch.einsum("etd,ftd->ef", unit_ETD, unit_ETD).cpu() / x_ETD.shape[1]
 
 
+def _finite(value: float) -> float | None:
+    """Return None, which a chart leaves out, for NaN: weights of an expert that no row chose may be NaN."""
+    return value if math.isfinite(value) else None
+
+
 def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | None:
     """Show all cosines in one chart; None for a model without expert layers."""
     if not similarities:
         return None
     rows = [
-        {"of": f"{compared}, {layer.layer}", "expert": expert, "other": other, "value": cosine}
+        {"of": f"{compared}, {layer.layer}", "expert": expert, "other": other, "value": _finite(cosine)}
         for compared in ("weights", "outputs")
         for layer in similarities
         for expert, cosines in enumerate(getattr(layer, f"{compared}_EE").tolist())

@@ -1,0 +1,28 @@
+"""Lines for a terminal or a log, in which names from files can neither begin a line nor steer the terminal."""
+
+import logging
+import os
+import sys
+from typing import Any
+
+
+def printable(text: Any) -> str:
+    r"""Write a text on one line: what a terminal would obey or cannot show becomes an escape, as ``\x1b``."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in str(text)
+    )
+
+
+def show(*lines: str) -> None:
+    """Print lines; if the reader, ``head`` for instance, has closed the pipe, they and all later ones are dropped."""
+    try:
+        print("\n".join(map(printable, lines)), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formatter of a log that writes each message on one line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
