@@ -93,7 +93,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         ``aux_loss_weight=0``).
     """
     losses = []
-    for layer in routed_layers(model):
+    for layer in routed_layers(model) if torch.is_grad_enabled() else ():  # without gradients they go on waiting
         records, totals = layer.router.take(), layer.router.totals
         if records and (totals is None or totals.complete):
             totals = layer.router.totals = _Totals()
