@@ -54,18 +54,21 @@ class ExpertCallback(Callback):
         """Wrap hooks of the module: a search for the batch size or the learning rate calls those of no callback."""
         self._fitting, self._failed = stage == "fit", False
         self._run.close()
-        if self._fitting:
-            self._wrap(pl_module, "on_train_start", self._start)
-            self._wrap(pl_module, "training_step", _with_router_losses)
+        for name, function in (("on_train_start", self._start), ("training_step", _with_router_losses)):
+            if self._fitting and hasattr(pl_module, name):
+                self._wrap(pl_module, name, function)
 
     def _start(self, pl_module: LightningModule, on_train_start: Any) -> None:
-        """Start the averaging of a run, or of a trial of a search, in the place of an earlier trial's."""
-        for optimizer in pl_module.trainer.optimizers:
-            if isinstance(ExpertWeightAveraging.of(optimizer), (Started, type(None))):
-                self._start_averaging(pl_module.trainer, pl_module, optimizer)
+        """Start the averaging of a run, or of a trial of a search, which may be amid a run."""
+        trainer: Any = pl_module.trainer
+        is_trial = self not in trainer.callbacks
+        for optimizer in trainer.optimizers:
+            earlier = ExpertWeightAveraging.of(optimizer)
+            if earlier is None or (isinstance(earlier, Started) and (earlier.is_trial or not is_trial)):
+                self._start_averaging(trainer, pl_module, optimizer, is_trial)
         on_train_start()
 
-    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool) -> None:
         if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
             raise ValueError(
                 "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
@@ -74,6 +77,7 @@ class ExpertCallback(Callback):
         total_updates = trainer.estimated_stepping_batches
         averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
         if averaging is not None:
+            averaging.is_trial = is_trial
             self._run.callback(averaging.remove)
         if averaging is not None and not pl_module.automatic_optimization:
             rank_zero_warn(

@@ -157,10 +157,9 @@ class _RunAveraging(ExpertWeightAveraging):
     def layers(self) -> list[MoeMlp]:
         return [layer for layer in living(MoeMlp) if layer.share_rate]
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, optimizer: Optimizer) -> None:
         """Warn once of an epoch of fewer optimizer steps than ``updates_per_epoch``, as if batches were counted."""
         taken, self._updates_before = self.updates - self._updates_before, self.updates
-        optimizer = self._optimizer()
         if self._has_begun and 0 < taken <= self.updates_per_epoch / 2 and is_first_time(optimizer, "short epoch"):
             _logger.warning(
                 f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given updates_per_epoch="
@@ -188,7 +187,7 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
             router_losses.log_epoch(self.optimizer)
         if isinstance(averaging, _RunAveraging):
             if position == "epoch":
-                averaging.end_epoch()
+                averaging.end_epoch(self.optimizer)
             reached = args[0] if args else kwargs[position]
             averaging.seek_start(reached * averaging.updates_per_epoch if position == "epoch" else reached)
         method(self, *args, **kwargs)

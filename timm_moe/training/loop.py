@@ -18,9 +18,7 @@ from .router_losses import auxiliary_loss, has_waiting_losses, routed_layers, ro
 _logger = logging.getLogger(__name__)
 
 
-def start_averaging(
-    model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
-) -> ExpertWeightAveraging | None:
+def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0) -> "Started | None":
     """Start the averaging of a run, at the rates and by the schedules that its expert layers were created with.
 
     Args:
@@ -75,7 +73,9 @@ def start_averaging(
 
 
 class Started(ExpertWeightAveraging):
-    """Averaging of a run, which ends where another run by the same optimizer begins."""
+    """Averaging of a run, or of a trial before one, which ends where another run by the same optimizer begins."""
+
+    is_trial = False
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:
