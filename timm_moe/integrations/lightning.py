@@ -51,7 +51,7 @@ class ExpertCallback(Callback):
         self._fitting = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap hooks of the module: a search for the batch size or the learning rate calls those of no callback."""
+        """Wrap hooks of the module: a search for the batch size or the learning rate calls no callback's."""
         self._fitting, self._failed = stage == "fit", False
         self._run.close()
         for name, function in (("on_train_start", self._start), ("training_step", _with_router_losses)):
@@ -122,7 +122,7 @@ class ExpertCallback(Callback):
         _set_random_state(states[distributed.get_rank() if is_distributed() else 0])
 
     def _wrap(self, pl_module: LightningModule, name: str, function: Any) -> None:
-        """Let a function of the module, its hook and the hook's arguments be the hook, of the module's copies too."""
+        """Replace a hook of the module, and of its copies, by a function of the module, the hook and its arguments."""
         own = vars(pl_module).get(name)  # of torch.compile
         own = getattr(own, "own", own)  # of a copy that was made in training
 
@@ -134,10 +134,10 @@ class ExpertCallback(Callback):
         def unwrap() -> None:
             vars(pl_module).pop(name, None)
             if own is not None:
-                setattr(pl_module, name, own)
+                vars(pl_module)[name] = own
 
         hook.own = own  # type: ignore[attr-defined]
-        setattr(pl_module, name, MethodType(hook, pl_module))
+        vars(pl_module)[name] = MethodType(hook, pl_module)
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ class RecordingRouter(Router):
         self.is_gathering, self._announced = False, bool(self.records)
 
     def waiting(self) -> list[RouterRecord]:
-        """Return the records that wait: none in eval mode, where those of an earlier training forward are not due."""
+        """Return the records that wait; none in eval mode, where losses of an earlier training forward are not due."""
         return self.records if self.training and not self._added else []
 
     def take(self) -> list[RouterRecord]:
