@@ -123,8 +123,8 @@ class MoeMlp(Experts):
         if self.forwards_since_step != MOST_FORWARDS:
             return
         remedies = []
-        is_trained = any(stacked.requires_grad for _, stacked in self.named_expert_parameters())
-        if self.share_rate and is_trained and not self.is_averaged_by_hand:
+        whole = (stacked for _, stacked in self.named_expert_parameters() if isinstance(stacked, nn.Parameter))
+        if self.share_rate and not self.is_averaged_by_hand and any(stacked.requires_grad for stacked in whole):
             remedies.append("call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0")
         if getattr(self.router, "discarded", False) and self.router.totals is None:
             remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")

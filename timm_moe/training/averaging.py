@@ -107,11 +107,6 @@ def average_experts_(model: nn.Module, beta: float) -> None:
         layer.is_averaged_by_hand = True
 
 
-def _is_wider_copy(other: Tensor, stacked: Tensor) -> bool:
-    is_wider = torch.promote_types(other.dtype, stacked.dtype) != stacked.dtype
-    return is_wider and torch.equal(local_part(other).to(stacked.dtype), local_part(stacked))
-
-
 def stated_updates(optimizer: Optimizer) -> int:
     """Return the count of updates that an optimizer's groups hold, 0 without one."""
     return max((group.get(UPDATES, 0) for group in optimizer.param_groups), default=0)
@@ -206,6 +201,7 @@ class ExpertWeightAveraging:
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: list[Optimizer] = []  # that have begun since the outermost one, which is the first
         self._due: list[tuple[float, nn.Parameter]] = []  # at the end of that step
+        self._updates = stated_updates(optimizer)
         layers = layers_of_trained_experts(optimizer, self.layers())
         for layer in layers or self.layers():
             _averageable(layer)  # raises
@@ -216,7 +212,7 @@ class ExpertWeightAveraging:
             raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
         if not callable(schedule):
             self._rates(layers, 1.0)  # raises
-        self._count(stated_updates(optimizer))
+        self._count(self._updates)
         self._follow(optimizer)
         register(self)
         if is_primary():
@@ -236,7 +232,7 @@ class ExpertWeightAveraging:
         groups = {id(group) for group in optimizer.param_groups}
         for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
-            if owner is optimizer or (owner and not groups.isdisjoint(map(id, owner.param_groups))):
+            if owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups if owner is not None else ())):
                 return averaging
         return None
 
@@ -254,12 +250,13 @@ class ExpertWeightAveraging:
     def updates(self) -> int:
         """Optimizer steps done so far: the count of this averaging, unless a state with another one was loaded."""
         optimizer = self._optimizer()
-        counts = {group[UPDATES] for group in optimizer.param_groups if UPDATES in group} if optimizer else set()
+        groups = [] if optimizer is None else optimizer.param_groups
+        counts = {group[UPDATES] for group in groups if UPDATES in group}
         return self._updates if self._updates in counts else max(counts, default=self._updates)
 
     def _count(self, updates: int) -> None:
-        self._updates = updates
-        if (optimizer := self._optimizer()) is not None:
+        self._updates, optimizer = updates, self._optimizer()
+        if optimizer is not None:
             state_updates(optimizer, updates)
 
     def seek(self, updates: int) -> None:
@@ -357,6 +354,11 @@ class ExpertWeightAveraging:
                 f"EWA: training goes on after update {self.updates}, but the share rate's schedule ended at "
                 f"total_updates={self.total_updates}: state the number of optimizer steps in the whole run."
             )
+
+
+def _is_wider_copy(other: Tensor, stacked: Tensor) -> bool:
+    is_wider = torch.promote_types(other.dtype, stacked.dtype) != stacked.dtype
+    return is_wider and torch.equal(local_part(other).to(stacked.dtype), local_part(stacked))
 
 
 @torch.compiler.disable  # the step of an optimizer may be compiled
