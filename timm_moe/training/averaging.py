@@ -201,7 +201,6 @@ class ExpertWeightAveraging:
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: list[Optimizer] = []  # that have begun since the outermost one, which is the first
         self._due: list[tuple[float, nn.Parameter]] = []  # at the end of that step
-        self._updates = stated_updates(optimizer)
         layers = layers_of_trained_experts(optimizer, self.layers())
         for layer in layers or self.layers():
             _averageable(layer)  # raises
@@ -212,7 +211,7 @@ class ExpertWeightAveraging:
             raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
         if not callable(schedule):
             self._rates(layers, 1.0)  # raises
-        self._count(self._updates)
+        self._count(stated_updates(optimizer))
         self._follow(optimizer)
         register(self)
         if is_primary():
@@ -232,7 +231,7 @@ class ExpertWeightAveraging:
         groups = {id(group) for group in optimizer.param_groups}
         for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
-            if owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups if owner is not None else ())):
+            if owner is not None and (owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups))):
                 return averaging
         return None
 
