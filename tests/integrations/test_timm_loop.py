@@ -327,3 +327,23 @@ def test_adaptive_clipping_by_timms_scaler(ewa_vit):
     for stacked in (layer.fc1.weight, layer.fc2.weight):
         limits = 0.01 * stacked.detach().norm(dim=2).clamp(min=1e-3)  # of every row of each expert
         assert (stacked.grad.norm(dim=2) <= limits * 1.001).all()
+
+
+@pytest.mark.parametrize("stated", [12, 3])
+def test_batches_that_are_counted_as_updates_are_told_of_once(ewa_vit, caplog, stated):
+    """Twelve batches, whose gradients are accumulated over four, are three updates."""
+    optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.0)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=stated)
+    for epoch in range(3):
+        for batch in range(12):
+            ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+            if batch % 4 == 3:
+                optimizer.step()
+        scheduler.step(epoch + 1)
+    told = [message for message in caplog.messages if "EWA" in message]
+    if stated == 12:
+        assert len(told) == 1
+        assert "took 3 optimizer steps, but create_scheduler_v2 was given updates_per_epoch=12" in told[0]
+    else:
+        assert told == []
+        assert ExpertWeightAveraging.of(optimizer).share_rate == 0.3

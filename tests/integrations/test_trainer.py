@@ -322,3 +322,13 @@ def test_only_the_models_own_files_are_loaded(tmp_path):
     model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     load_experts(fresh, tmp_path / "parts")
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+def test_the_schedule_ends_with_a_run_that_accumulates_gradients(tmp_path):
+    """Of 24 images in batches of 6, three to an update: two updates an epoch."""
+    model = native("ViT", share_rate=FULL, share_schedule="linear")
+    run = trainer(model, tmp_path, max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=3, logging_steps=1)
+    run.train()
+    rates = [logs["ewa/share_rate"] for logs in run.state.log_history if "loss" in logs]
+    assert rates == pytest.approx([FULL * update / 4 for update in (1, 2, 3, 4)])
+    assert spread(model) < 1e-6

@@ -7,7 +7,7 @@ import logging
 import pytest
 import timm
 import torch
-from averaging_loop import averaged, moved, spread, train_step, values
+from averaging_loop import averaged, moved, spread, still_step, train_step, values
 from common import SMALL_VIT
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
@@ -220,3 +220,95 @@ def test_a_schedule_that_fails_leaves_all_as_it_was(ewa_vit, answer):
     train_step(ewa_vit, optimizer, 1)
     assert averaging.updates == 2
     assert asked == [0.25, 0.5, 0.5]
+
+
+def in_groups(model):
+    """Parameter groups as of a learning rate for each part, the first of them for what is frozen first."""
+    parts = [model.patch_embed, model.blocks[:2], model.blocks[2:], model.head]
+    return torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=1e-3)
+
+
+def without_the_first(optimizer):
+    optimizer.param_groups.pop(0)
+
+
+def in_a_new_list(optimizer):
+    optimizer.param_groups = optimizer.param_groups[1:]
+
+
+def reversed_and_more(optimizer):
+    optimizer.param_groups.reverse()
+    optimizer.param_groups.insert(0, {**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.ones(2))]})
+    optimizer.param_groups[0].pop(UPDATES)
+
+
+def with_one_of_another_run(optimizer):
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    optimizer.add_param_group({**other.param_groups[0], UPDATES: 1000})
+
+
+def all_but_those_of_the_experts(optimizer):
+    optimizer.param_groups = optimizer.param_groups[1:-1]
+    for group in optimizer.param_groups:
+        group.pop(UPDATES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [without_the_first, in_a_new_list, reversed_and_more, with_one_of_another_run, all_but_those_of_the_experts],
+)
+def test_the_schedule_goes_on_when_groups_change(ewa_vit, change):
+    optimizer = in_groups(ewa_vit)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10)
+    for step in range(3):
+        train_step(ewa_vit, optimizer, step)
+    change(optimizer)
+    assert averaging.updates == 3
+    train_step(ewa_vit, optimizer, 3)
+    assert averaging.updates == 4
+    assert averaging.share_rate == pytest.approx(0.3)
+    assert ExpertWeightAveraging.of(optimizer) is averaging
+    with pytest.raises(ValueError, match="already has its expert weight averaging"):
+        ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    # The count is in a checkpoint, from which another optimizer of such groups resumes, whatever was frozen.
+    state = copy.deepcopy(optimizer.state_dict())
+    averaging.remove()
+    assert [group[UPDATES] for group in state["param_groups"]] == [4] * len(optimizer.param_groups)
+    optimizer.param_groups[0].pop(UPDATES)
+    optimizer.load_state_dict(state)
+    optimizer.param_groups.pop()
+    assert ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10).updates == 4
+
+
+@pytest.mark.parametrize("loaded_first", [False, True])
+def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
+    """Also one in which the first group alone counts, as earlier versions wrote; also in the middle of a run."""
+    optimizer = in_groups(ewa_vit)
+    train_step(ewa_vit, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][UPDATES] = 2
+    if loaded_first:
+        optimizer.load_state_dict(state)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    if not loaded_first:
+        for step in range(5):
+            train_step(ewa_vit, optimizer, step)
+        assert averaging.updates == 5
+        optimizer.load_state_dict(state)
+    assert averaging.updates == 2
+    optimizer.param_groups.append(optimizer.param_groups.pop(0))
+    train_step(ewa_vit, optimizer, 2)
+    assert averaging.updates == 3
+    assert {group[UPDATES] for group in optimizer.param_groups} == {3}
+
+
+def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    for _ in range(11):
+        still_step(ewa_vit, optimizer)
+    assert not caplog.messages
+    for _ in range(3):
+        still_step(ewa_vit, optimizer)
+    assert len(caplog.messages) == 1
+    assert "schedule ended at total_updates=10: state the number of optimizer steps in the whole run" in caplog.text

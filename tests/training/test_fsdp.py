@@ -127,6 +127,10 @@ def training_worker(rank, folder, name):
         outputs, expected = model.eval()(images), reference.eval()(images)
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-5)
     torch.save(outputs, f"{folder}/outputs{rank}.pt")
+    if rank == 0:  # which does not wait for the others
+        for write in (to_dense, lambda model: export_dense(model, f"{folder}/dense")):
+            with pytest.raises(ValueError, match=r"is spread over processes \(FSDP2\): call get_model_state_dict"):
+                write(model)
     if rank == 0 and name == "random partitions":
         whole = create(name)
         whole.load_state_dict(weights)

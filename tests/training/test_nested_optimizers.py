@@ -88,6 +88,20 @@ def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
     assert ExpertWeightAveraging.of(optimizer) is ExpertWeightAveraging.of(optimizer.base_optimizer) is averaging
 
 
+@pytest.mark.parametrize("outer", [Lookahead, lambda inner: SAM(inner.param_groups, torch.optim.SGD, lr=0.05)])
+def test_a_group_that_is_taken_out_does_not_start_the_schedule_over(ewa_vit, outer):
+    parts = (ewa_vit.patch_embed, ewa_vit.blocks)
+    optimizer = outer(torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.05))
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10)
+    for update in range(4):
+        by_closure(ewa_vit, optimizer, update)
+        if update == 1:
+            optimizer.param_groups.pop(0)
+        assert averaging.updates == update + 1
+        assert averaging.share_rate == pytest.approx(0.075 * (update + 1))
+        assert ExpertWeightAveraging.of(optimizer) is averaging
+
+
 def test_a_step_that_raised_does_not_stop_the_averaging(ewa_vit):
     optimizer = SAM(ewa_vit.parameters(), torch.optim.SGD, lr=0.05)
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=9)

@@ -265,3 +265,66 @@ def test_torchscript_is_refused_where_it_would_lose_the_losses():
         torch.jit.trace(model, batch()[0])
     traced = torch.jit.trace(model.eval(), batch()[0])
     torch.testing.assert_close(traced(batch()[0]), model(batch()[0]))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_losses_of_an_earlier_training_forward_are_not_due_in_eval_mode(backward):
+    images, targets = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = F.cross_entropy(model(images), targets)  # whose losses are not added
+    if backward:
+        loss.backward()
+    model.eval()
+    assert timm_moe.auxiliary_loss(model) == 0
+    for _ in range(2):  # it is trained in eval mode
+        loss = F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
+        loss.backward()
+        optimizer.step()
+    model.train()
+    assert timm_moe.auxiliary_loss(model) == 0  # a step was taken since
+    _, expected = losses_by_hand(copy.deepcopy(model), images)
+    model(images)
+    torch.testing.assert_close(timm_moe.auxiliary_loss(model), expected)
+
+
+@pytest.mark.parametrize("of_router", [False, True])
+def test_a_block_in_eval_mode_brings_no_losses_of_before(of_router):
+    images, targets = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    F.cross_entropy(model(images), targets).backward()  # whose losses are not added
+    block = model.blocks[1].mlp.router if of_router else model.blocks[1]
+    block.eval()
+    fresh = copy.deepcopy(model)  # which holds no records
+    for _ in range(2):
+        fresh(images)
+        outputs, router_loss = model(images), timm_moe.auxiliary_loss(model)
+        torch.testing.assert_close(router_loss, timm_moe.auxiliary_loss(fresh))
+        assert router_loss > 0
+        (F.cross_entropy(outputs, targets) + router_loss).backward()
+        optimizer.step()
+    block.train()
+    assert not model.blocks[1].mlp.router.waiting()
+
+
+def test_without_gradients_there_are_no_losses_and_those_that_wait_go_on_waiting():
+    images, _ = batch()
+    model = routed_model()
+    model(images)
+    with torch.no_grad():
+        model(images[:2])
+        assert timm_moe.auxiliary_loss(model) == 0
+    loss = timm_moe.auxiliary_loss(model)
+    assert loss.requires_grad
+    torch.testing.assert_close(loss, losses_by_hand(copy.deepcopy(model), images)[1])
+
+
+def test_a_block_in_eval_mode_is_no_reason_to_refuse_a_step():
+    images, targets = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(images)
+    model.eval()
+    F.cross_entropy(model(images), targets).backward()
+    optimizer.step()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from ..layers import EwaMlp, MoeMlp
+from ..layers import MoeMlp
 from .split import SplitFfn
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -47,12 +47,6 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
     if len(set(blocks)) < len(blocks):
         raise ValueError(f"moe_layers names a block twice: {moe_layers!r}.")
     return sorted(blocks)
-
-
-def share_rate_and_schedule(layer: MoeMlp) -> tuple[float, str]:
-    """Share rate and schedule of a layer's experts, as conversion noted them; else its kind's."""
-    rate, schedule = (0.3, "linear") if isinstance(layer, EwaMlp) else (0.0, "early")
-    return getattr(layer, "share_rate", rate), getattr(layer, "share_schedule", schedule)
 
 
 #: Wrappers that hold a model as their ``module``, by class and by the name of a class that would take long to import.
@@ -101,6 +95,17 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
                 "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
             )
     return experts
+
+
+def require_in_one_process(model: nn.Module) -> None:
+    """Raise ValueError if parameters are spread over processes: one process alone would wait for the others."""
+    spread = [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]
+    if spread:
+        raise ValueError(
+            f"{spread[0]} is spread over processes (FSDP2): call get_model_state_dict(model, options="
+            "StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict in "
+            "all of them, and load what it returns into a model that is not sharded."
+        )
 
 
 def put(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:

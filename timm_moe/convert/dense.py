@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..layers import begin_forward
-from .blocks import moe_layers, put, unwrapped, whole_experts
+from .blocks import moe_layers, put, require_in_one_process, unwrapped, whole_experts
 from .gather import average, get_method
 
 _logger = logging.getLogger(__name__)
@@ -24,10 +24,11 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
-        ValueError: if the model has no expert layers or holds them in pieces (FSDP1), the method is unknown or does not
+        ValueError: if the model has no expert layers or holds them in pieces (FSDP), the method is unknown or does not
             fit the networks (only ``"average"`` fits fused ones), or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
+    require_in_one_process(model)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # deepcopy leaves them alone
     for layer in memo.values():
         whole_experts(layer)  # raises

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from torch import nn
 
 from ..checkpoints.source import describe, folder_of, read_checkpoint
-from ..convert.blocks import moe_layers, share_rate_and_schedule
+from ..convert.blocks import moe_layers
 from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg
@@ -79,7 +79,7 @@ class Experts(_Record):
             layers=len(layers),
             experts=layers[0].num_experts,
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
-            averaged=any(isinstance(layer, EwaMlp) or bool(share_rate_and_schedule(layer)[0]) for layer in layers),
+            averaged=any(isinstance(layer, EwaMlp) or layer.share_rate > 0 for layer in layers),
             mean=all(layer.deploys_dense for layer in layers),
             parameters=parameters(model),
             fused=all(layer.fused for layer in layers),

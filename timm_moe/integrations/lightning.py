@@ -15,7 +15,7 @@ from torch import distributed
 from torch.optim import Optimizer
 
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import add_router_losses, expert_statistics, start_averaging
+from ..training.loop import Started, add_router_losses, expert_statistics, start_averaging
 from ..training.optimizers import is_distributed
 from ..training.router_losses import gathering, routed_layers
 
@@ -51,16 +51,24 @@ class ExpertCallback(Callback):
         self._fitting = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wrap hooks of the module: a search for the batch size or the learning rate calls no callback's."""
         self._fitting, self._failed = stage == "fit", False
+        self._run.close()
+        for name, function in (("on_train_start", self._start), ("training_step", _with_router_losses)):
+            if self._fitting and hasattr(pl_module, name):
+                self._wrap(pl_module, name, function)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._run.close()  # a search for the batch size leaves training without a call of on_train_end
-        self._wrap_training_step(pl_module)
+    def _start(self, pl_module: LightningModule, on_train_start: Any) -> None:
+        """Start the averaging of a run, or of a trial of a search, which may be amid a run."""
+        trainer: Any = pl_module.trainer
+        is_trial = self not in trainer.callbacks
         for optimizer in trainer.optimizers:
-            if ExpertWeightAveraging.of(optimizer) is None:
-                self._start_averaging(trainer, pl_module, optimizer)
+            earlier = ExpertWeightAveraging.of(optimizer)
+            if earlier is None or (isinstance(earlier, Started) and (earlier.is_trial or not is_trial)):
+                self._start_averaging(trainer, pl_module, optimizer, is_trial)
+        on_train_start()
 
-    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool) -> None:
         if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
             raise ValueError(
                 "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
@@ -69,6 +77,7 @@ class ExpertCallback(Callback):
         total_updates = trainer.estimated_stepping_batches
         averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
         if averaging is not None:
+            averaging.is_trial = is_trial
             self._run.callback(averaging.remove)
         if averaging is not None and not pl_module.automatic_optimization:
             rank_zero_warn(
@@ -84,9 +93,12 @@ class ExpertCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.close()
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._run.close()  # a Tuner's search ends here
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True
-        self.on_train_end(trainer, pl_module)
+        self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
         states: list[Any] = [_random_state()]
@@ -109,22 +121,23 @@ class ExpertCallback(Callback):
             return
         _set_random_state(states[distributed.get_rank() if is_distributed() else 0])
 
-    def _wrap_training_step(self, pl_module: Any) -> None:
-        """Let ``training_step`` of this module, and of its copies, return a loss with the router losses."""
-        own = vars(pl_module).get("training_step")  # torch.compile leaves one
+    def _wrap(self, pl_module: LightningModule, name: str, function: Any) -> None:
+        """Replace a hook of the module, and of its copies, by a function of the module, the hook and its arguments."""
+        own = vars(pl_module).get(name)  # of torch.compile
+        own = getattr(own, "own", own)  # of a copy that was made in training
 
-        @functools.wraps(own or type(pl_module).training_step)
-        def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
-            step = own or type(self).training_step.__get__(self)
-            return _with_router_losses(self, step, *args, **kwargs)
+        @functools.wraps(own or getattr(type(pl_module), name))
+        def hook(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            return function(self, own or getattr(type(self), name).__get__(self), *args, **kwargs)
 
         @self._run.callback
         def unwrap() -> None:
-            vars(pl_module).pop("training_step", None)
+            vars(pl_module).pop(name, None)
             if own is not None:
-                pl_module.training_step = own
+                vars(pl_module)[name] = own
 
-        pl_module.training_step = MethodType(training_step, pl_module)
+        hook.own = own  # type: ignore[attr-defined]
+        vars(pl_module)[name] = MethodType(hook, pl_module)
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.blocks import expert_parameters, share_rate_and_schedule, unwrapped
+from ..convert.blocks import expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..training import averaging, epoch_log, router_losses, step_checks
-from ..training.averaging import UPDATES, ExpertWeightAveraging
-from ..training.optimizers import is_primary, layers_of_trained_experts
+from ..training.averaging import ExpertWeightAveraging
+from ..training.optimizers import is_first_time, is_primary, layers_of_trained_experts
 
 _logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
 
 def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: int) -> None:
     trained = layers_of_trained_experts(optimizer, living(MoeMlp))
-    layers = [layer for layer in trained if share_rate_and_schedule(layer)[0]]
+    layers = [layer for layer in trained if layer.share_rate]
     earlier = ExpertWeightAveraging.of(optimizer)
     if not layers and any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
         _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
@@ -124,7 +124,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     if earlier:  # another scheduler for the same optimizer: another run, unless nothing was trained yet
         earlier.remove()
         if earlier.started:
-            optimizer.param_groups[0][UPDATES] = 0
+            averaging.state_updates(optimizer, 0)
     _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch)
 
 
@@ -138,6 +138,7 @@ class _RunAveraging(ExpertWeightAveraging):
         super().__init__(nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch)
         self.updates_per_epoch = updates_per_epoch
         self._has_begun = False
+        self._updates_before = self.updates  # at the end of the last epoch
         # A GradScaler may skip the first steps, but the first gradient always comes.
         self._first_gradients = [
             stacked.register_post_accumulate_grad_hook(self._begin) for _, stacked in self._experts_due(optimizer)[:1]
@@ -154,7 +155,17 @@ class _RunAveraging(ExpertWeightAveraging):
             handle.remove()
 
     def layers(self) -> list[MoeMlp]:
-        return [layer for layer in living(MoeMlp) if share_rate_and_schedule(layer)[0]]
+        return [layer for layer in living(MoeMlp) if layer.share_rate]
+
+    def end_epoch(self, optimizer: Optimizer) -> None:
+        """Warn once of an epoch of fewer optimizer steps than ``updates_per_epoch``, as if batches were counted."""
+        taken, self._updates_before = self.updates - self._updates_before, self.updates
+        if self._has_begun and 0 < taken <= self.updates_per_epoch / 2 and is_first_time(optimizer, "short epoch"):
+            _logger.warning(
+                f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given updates_per_epoch="
+                f"{self.updates_per_epoch}, so the share rate's schedule will not reach its end: count the optimizer's "
+                "steps, not the batches."
+            )
 
     def seek_start(self, updates: int) -> None:
         """Take the position of the scheduler for the start of the run, if training has not begun."""
@@ -171,10 +182,12 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 
     @functools.wraps(method)
     def observe_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        averaging = ExpertWeightAveraging.of(self.optimizer)
         if position == "epoch":
             router_losses.log_epoch(self.optimizer)
-        averaging = ExpertWeightAveraging.of(self.optimizer)
         if isinstance(averaging, _RunAveraging):
+            if position == "epoch":
+                averaging.end_epoch(self.optimizer)
             reached = args[0] if args else kwargs[position]
             averaging.seek_start(reached * averaging.updates_per_epoch if position == "epoch" else reached)
         method(self, *args, **kwargs)

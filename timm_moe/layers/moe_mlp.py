@@ -1,6 +1,7 @@
 """The expert layers, which replace the feed-forward network of a transformer block."""
 
 import copy
+import warnings
 import weakref
 from typing import Any, ClassVar
 
@@ -11,10 +12,13 @@ from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .functional import in_plain_operators
-from .living import register
+from .living import living, register
 from .router import Router
-from .router_records import RecordingRouter
+from .router_records import RecordingRouter, in_backward
 from .routers import RandomPartition
+
+#: Training forwards without a step after which a layer warns: more than any accumulation of gradients.
+MOST_FORWARDS = 256
 
 
 class MoeMlp(Experts):
@@ -32,10 +36,18 @@ class MoeMlp(Experts):
         replaced: weak references to the parameters of the dense network that it replaced; empty in copies.
         deploys_dense: whether the deployed layer is one dense network.
         fused: whether learned weights make one network of the experts, so that there is no routing.
+        share_rate: rate at which training averages the experts, see :func:`timm_moe.convert_to_moe`.
+        share_schedule: name of its schedule.
+        is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
+        forwards_since_step: training forwards since the last step of an optimizer that trains the layer.
     """
 
     deploys_dense: ClassVar[bool] = False
     fused: ClassVar[bool] = False
+    share_rate: float = 0.0
+    share_schedule: str = "early"
+    is_averaged_by_hand = False
+    forwards_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
 
     def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
@@ -94,6 +106,7 @@ class MoeMlp(Experts):
                 f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
                 "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
+        self._count_forward()
         routing = self.router(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
         if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
@@ -101,6 +114,30 @@ class MoeMlp(Experts):
         else:
             y_TD = combine(self.run(dispatch(x_TD, routing), routing.offsets), routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
+
+    def _count_forward(self) -> None:
+        """Warn once of a layer that nobody averages, or whose losses nobody adds, as no optimizer was seen to step."""
+        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()) or in_backward():
+            return
+        self.forwards_since_step += 1
+        if self.forwards_since_step != MOST_FORWARDS:
+            return
+        remedies = []
+        whole = (stacked for _, stacked in self.named_expert_parameters() if isinstance(stacked, nn.Parameter))
+        if self.share_rate and not self.is_averaged_by_hand and any(stacked.requires_grad for stacked in whole):
+            remedies.append("call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0")
+        if getattr(self.router, "discarded", False) and self.router.totals is None:
+            remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")
+        if remedies:
+            for layer in living(MoeMlp):  # the others of the model are about to say the same
+                if layer.forwards_since_step >= MOST_FORWARDS - 1:
+                    layer.forwards_since_step = MOST_FORWARDS
+            warnings.warn(
+                f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch optimizer that holds their "
+                "parameters took a step. If another optimizer trains them, such as one of float32 copies, "
+                f"{', and '.join(remedies)}; if none does, call eval() on the model.",
+                stacklevel=3,
+            )
 
     def _weigh_all(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Run every expert on every row, at E times the cost, by operators that every format has."""
@@ -189,6 +226,8 @@ class EwaMlp(MoeMlp):
     """
 
     deploys_dense = True
+    share_rate = 0.3
+    share_schedule = "linear"
 
     def __init__(self, ffn: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)

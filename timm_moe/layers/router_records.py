@@ -2,7 +2,7 @@
 
 1. A router takes a record at each call in training with gradients, but not in backward, where checkpointing repeats it.
 2. Records wait in ``router.records`` until ``auxiliary_loss`` adds their losses, which clears the list.
-3. A forward of the model drops the records that wait, but within a training task the forwards gather.
+3. A training forward of the model drops the records that wait, but within a training task the forwards gather.
 4. A part of the model that is called alone (``forward_features``) announces no forward, so its records gather.
 5. After the losses of an announced forward were added, records are ignored until the next one or an optimizer step:
    compiled code cannot ask whether backward is running.
@@ -78,7 +78,7 @@ class RecordingRouter(Router):
 
     def begin_forward(self) -> None:
         """Drop the losses that wait as the model begins a training forward; within a task, keep them."""
-        if not self.is_recording() or in_backward():
+        if in_backward():
             return
         if not self.is_gathering:
             discarded = self.discarded or self.has_pending_losses()
@@ -97,10 +97,13 @@ class RecordingRouter(Router):
         self.is_gathering, self._announced = False, bool(self.records)
 
     def waiting(self) -> list[RouterRecord]:
-        return [] if self._added else self.records
+        """Return the records that wait; none in eval mode, where losses of an earlier training forward are not due."""
+        return self.records if self.training and not self._added else []
 
     def take(self) -> list[RouterRecord]:
         """Return the records that wait and clear the list: their losses are added now."""
+        if not self.training:
+            return []
         records, self.records, self._unclaimed = self.waiting(), [], 0
         self._added |= self._announced and len(records) > 0
         return records
@@ -188,7 +191,8 @@ def _has_gradient(record: RouterRecord) -> bool:
 
 
 def begin_forward(module: nn.Module, *args: Any) -> None:
-    """Announce a forward of a model to its routers; a forward pre-hook."""
+    """Announce a training forward of a model to its routers, even to some in eval mode; a forward pre-hook."""
+    is_training = module.training and torch.is_grad_enabled()
     for router in module.modules():
-        if isinstance(router, RecordingRouter):
+        if isinstance(router, RecordingRouter) and (router.is_recording() or is_training):
             router.begin_forward()

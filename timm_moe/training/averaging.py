@@ -9,16 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, share_rate_and_schedule, whole_experts
+from ..convert.blocks import moe_layers, whole_experts
 from ..layers import MoeMlp
 from ..layers.living import living, register, unregister
 from ..schedules import check_share_rate, get_schedule
-from .optimizers import is_primary, layers_of_trained_experts, parameter_ids, with_hooks
+from .optimizers import (
+    is_first_time,
+    is_primary,
+    layers_of_trained_experts,
+    parameter_ids,
+    require_parameters,
+    with_hooks,
+)
 from .placement import local_part
 
 _logger = logging.getLogger(__name__)
 
-#: Key of ``optimizer.param_groups[0]`` that counts the updates; there it travels with every optimizer checkpoint.
+#: Key of each of an optimizer's groups that counts the updates; there it travels with every optimizer checkpoint.
 UPDATES = "ewa_updates"
 
 #: Entries of each expert that are averaged at a time on CPUs.
@@ -96,6 +103,19 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     once = {id(stacked): stacked for layer in layers for stacked in _averageable(layer)}
     for stacked in once.values():
         average_(stacked, beta)
+    for layer in layers:
+        layer.is_averaged_by_hand = True
+
+
+def stated_updates(optimizer: Optimizer) -> int:
+    """Return the count of updates that an optimizer's groups hold, 0 without one."""
+    return max((group.get(UPDATES, 0) for group in optimizer.param_groups), default=0)
+
+
+def state_updates(optimizer: Optimizer, updates: int) -> None:
+    """Write the count of updates to all groups of an optimizer: any of them may be taken out."""
+    for group in optimizer.param_groups:
+        group[UPDATES] = updates
 
 
 def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
@@ -124,15 +144,15 @@ class ExpertWeightAveraging:
     """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
 
     It hooks itself into the optimizer: once made, it needs no further call. Steps that a GradScaler skips are neither
-    counted nor averaged. The number of steps done is kept in ``optimizer.param_groups[0]["ewa_updates"]``, so it is
-    saved and restored with the optimizer's state, and the schedule goes on after resuming.
+    counted nor averaged. The number of steps done is kept as ``"ewa_updates"`` in each parameter group of the
+    optimizer, so it is saved and restored with its state, and the schedule goes on after resuming.
 
     Each step averages the experts that the optimizer then has among its parameters and that require gradients. A
     parameter that layers share is averaged once, at the first layer's rate.
 
     If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups, either may be given:
-    the experts are averaged once the outermost step ends. timm's train.py needs no call of this class at all, see
-    :mod:`timm_moe.integrations.timm`.
+    the experts are averaged once the outermost step ends. Of a schedule-free optimizer the second sequence of weights
+    is averaged too. timm's train.py needs no call of this class at all, see :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
@@ -146,8 +166,8 @@ class ExpertWeightAveraging:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
         ValueError: on arguments out of range, a share rate beside a function, an optimizer whose steps cannot be
             followed, that trains none of the model's experts or has its averaging already, or experts that cannot be
-            averaged in place, see :func:`average_experts_`. If they change so later, the next step raises before it
-            moves a weight.
+            averaged in place, see :func:`average_experts_`. If they change so later, or the optimizer turns out to keep
+            weights that cannot be averaged, the next step raises before it moves a weight.
 
     Attributes:
         share_rate: the rate of the last averaging in the first layer, 0 before the first.
@@ -185,12 +205,13 @@ class ExpertWeightAveraging:
         for layer in layers or self.layers():
             _averageable(layer)  # raises
         if not layers:
+            require_parameters(optimizer, model)
             raise ValueError(f"The optimizer trains no expert layer of this {type(model).__name__}.")
         if callable(schedule) and share_rate is not None:
             raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
         if not callable(schedule):
             self._rates(layers, 1.0)  # raises
-        optimizer.param_groups[0].setdefault(UPDATES, 0)
+        self._count(stated_updates(optimizer))
         self._follow(optimizer)
         register(self)
         if is_primary():
@@ -207,9 +228,10 @@ class ExpertWeightAveraging:
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
         """The averaging of an optimizer, or of one that shares its parameter groups, or None."""
+        groups = {id(group) for group in optimizer.param_groups}
         for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
-            if owner is not None and owner.param_groups[0] is optimizer.param_groups[0]:
+            if owner is not None and (owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups))):
                 return averaging
         return None
 
@@ -225,16 +247,22 @@ class ExpertWeightAveraging:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps done so far."""
+        """Optimizer steps done so far: the count of this averaging, unless a state with another one was loaded."""
         optimizer = self._optimizer()
-        return 0 if optimizer is None else optimizer.param_groups[0].get(UPDATES, 0)
+        groups = [] if optimizer is None else optimizer.param_groups
+        counts = {group[UPDATES] for group in groups if UPDATES in group}
+        return self._updates if self._updates in counts else max(counts, default=self._updates)
+
+    def _count(self, updates: int) -> None:
+        self._updates, optimizer = updates, self._optimizer()
+        if optimizer is not None:
+            state_updates(optimizer, updates)
 
     def seek(self, updates: int) -> None:
         """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
-        optimizer = self._optimizer()
-        if optimizer is None or self.started or self.updates or not updates:
+        if self.started or self.updates or not updates:
             return
-        optimizer.param_groups[0][UPDATES] = updates
+        self._count(updates)
         if is_primary():
             _logger.info(f"EWA: the share rate continues after update {updates} of {self.total_updates}.")
 
@@ -266,7 +294,30 @@ class ExpertWeightAveraging:
             for stacked in _averageable(layer):
                 if id(stacked) in trained and stacked.requires_grad:
                     due.setdefault(id(stacked), (rate, stacked))
+        if callable(getattr(optimizer, "train", None)):  # it changes between weights for training and for evaluation
+            for _, stacked in due.values():
+                if optimizer.state.get(stacked) and not self._other_sequences(stacked):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps weights for evaluation that cannot be averaged, as its "
+                        "state has no z: take an optimizer of the package schedulefree, or set share_rate=0."
+                    )
         return list(due.values())
+
+    def _other_sequences(self, stacked: nn.Parameter) -> list[Tensor]:
+        """The weights beside a parameter in the optimizers' state that would undo its averaging.
+
+        Schedule-free optimizers keep x, y and z, others a wider copy of each narrow parameter.
+        """
+        states = [optimizer.state.get(stacked) or {} for optimizer in self._handles]
+        kept = {
+            id(other): other
+            for state in states
+            for name, other in state.items()
+            if isinstance(other, Tensor)
+            and other.shape == stacked.shape
+            and (("z" in state and name in ("x", "y", "z")) or _is_wider_copy(other, stacked))
+        }
+        return list(kept.values())
 
     def _rates(self, layers: list[MoeMlp], progress: float) -> list[float]:
         """The rate of each layer; ValueError if it is out of range."""
@@ -280,9 +331,8 @@ class ExpertWeightAveraging:
 
     def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
         """Share rate and schedule of a layer: the arguments, and where they are None the layer's own."""
-        rate, schedule = share_rate_and_schedule(layer)
-        stated_rate = rate if self._share_rate is None else self._share_rate
-        return stated_rate, schedule if self._schedule is None else self._schedule
+        rate = layer.share_rate if self._share_rate is None else self._share_rate
+        return rate, layer.share_schedule if self._schedule is None else self._schedule
 
     @torch.compiler.disable
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -293,10 +343,21 @@ class ExpertWeightAveraging:
         if found_inf is not None and found_inf.item():
             return
         self.started = True
-        optimizer.param_groups[0][UPDATES] = self.updates + 1
+        self._count(self.updates + 1)
         self.share_rate = due[0][0] if due else 0.0
         for beta, stacked in due:
-            average_(stacked, beta)
+            for weights in (stacked, *self._other_sequences(stacked)):
+                average_(weights, beta)
+        if self.updates > 1.1 * self.total_updates and is_first_time(optimizer, "beyond the end"):
+            _logger.warning(
+                f"EWA: training goes on after update {self.updates}, but the share rate's schedule ended at "
+                f"total_updates={self.total_updates}: state the number of optimizer steps in the whole run."
+            )
+
+
+def _is_wider_copy(other: Tensor, stacked: Tensor) -> bool:
+    is_wider = torch.promote_types(other.dtype, stacked.dtype) != stacked.dtype
+    return is_wider and torch.equal(local_part(other).to(stacked.dtype), local_part(stacked))
 
 
 @torch.compiler.disable  # the step of an optimizer may be compiled

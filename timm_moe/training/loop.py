@@ -10,17 +10,15 @@ import math
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, share_rate_and_schedule
-from .averaging import UPDATES, ExpertWeightAveraging
-from .optimizers import layers_of_trained_experts
-from .router_losses import auxiliary_loss, has_waiting_losses, routing_summary
+from ..convert.blocks import moe_layers
+from .averaging import ExpertWeightAveraging, state_updates, stated_updates
+from .optimizers import layers_of_trained_experts, require_parameters, with_hooks
+from .router_losses import auxiliary_loss, has_waiting_losses, routed_layers, routing_summary
 
 _logger = logging.getLogger(__name__)
 
 
-def start_averaging(
-    model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
-) -> ExpertWeightAveraging | None:
+def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0) -> "Started | None":
     """Start the averaging of a run, at the rates and by the schedules that its expert layers were created with.
 
     Args:
@@ -29,34 +27,55 @@ def start_averaging(
         total_updates: optimizer steps in the whole run.
         updates: those done before. Where the optimizer's state was loaded before this call, its own count holds, which
             leaves out steps that a GradScaler skipped. 0 is the start of a run: a count that the optimizer has from an
-            earlier one is dropped.
+            earlier one is dropped, as is an averaging that this function started for the optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove` ends it), or None
         if the optimizer trains no experts that have a share rate.
 
     Raises:
-        ValueError: if the run has no known end, and as :class:`ExpertWeightAveraging`.
+        TypeError: as :class:`ExpertWeightAveraging`.
+        ValueError: if the run has no known end, if the optimizer holds none of the model's parameters, and as
+            :class:`ExpertWeightAveraging`.
     """
-    routing_summary(model, reset=True)  # of an earlier run
+    routing_summary(model, reset=True)  # of an earlier run, which may have ended amid a forward
+    for layer in routed_layers(model):
+        layer.router.forget()
     layers = list(moe_layers(model).values())
     if not layers:
         _logger.warning(
             "This %s has no expert layers, so nothing is averaged: convert it first by timm_moe.convert_to_moe.",
             type(model).__name__,
         )
-    if not any(share_rate_and_schedule(layer)[0] for layer in layers_of_trained_experts(optimizer, layers)):
+    averaged = [layer for layer in layers if layer.share_rate]
+    if not averaged:
+        return None
+    optimizer = with_hooks(optimizer)
+    if not layers_of_trained_experts(optimizer, averaged):
+        if any(stacked.requires_grad for layer in averaged for _, stacked in layer.named_expert_parameters()):
+            require_parameters(optimizer, model)
         return None
     if not math.isfinite(total_updates) or total_updates < 1:
         raise ValueError(
             f"The schedule of expert weight averaging needs the number of optimizer steps of the run, got "
             f"{total_updates}: give the run a number of steps or epochs."
         )
-    if not updates and optimizer.param_groups[0].pop(UPDATES, 0):
+    earlier = ExpertWeightAveraging.of(optimizer)
+    if isinstance(earlier, Started):  # that run began again, as after it ran out of memory
+        earlier.remove()
+    elif not updates and stated_updates(optimizer):
         _logger.warning("EWA: a run begins, so the share rate does too. In a resumed run, state updates=...")
-    averaging = ExpertWeightAveraging(model, optimizer, total_updates=int(total_updates))
+    if not updates:
+        state_updates(optimizer, 0)
+    averaging = Started(model, optimizer, total_updates=int(total_updates))
     averaging.seek(updates)
     return averaging
+
+
+class Started(ExpertWeightAveraging):
+    """Averaging of a run, or of a trial before one, which ends where another run by the same optimizer begins."""
+
+    is_trial = False
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:

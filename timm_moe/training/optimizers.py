@@ -36,6 +36,16 @@ def parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def require_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise ValueError if an optimizer holds no parameter of the model."""
+    if parameter_ids(optimizer).isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"The optimizer holds no parameter of this {type(model).__name__}. If it holds copies of them, as float32 "
+            "ones, they would undo the averaging: call timm_moe.average_experts_(model, rate) after each step and copy "
+            "the averaged weights back into them."
+        )
+
+
 def with_hooks(optimizer: Any) -> Optimizer:
     """The optimizer that really steps, with torch's step hooks.
 
@@ -46,7 +56,10 @@ def with_hooks(optimizer: Any) -> Optimizer:
     while hasattr(optimizer, "step_was_skipped"):  # Accelerate's, whose step may be skipped: the one inside counts
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed.")
+        raise TypeError(
+            f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed. If it works "
+            "by one, give that; else call timm_moe.average_experts_(model, rate) after each of its steps."
+        )
     was_hooked = _is_hooked(optimizer)
     _install_hooks(optimizer)
     if not was_hooked and not hasattr(optimizer.step, "hooked"):

@@ -89,11 +89,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     ``timm.task.TrainingTask`` add it by themselves.
 
     Returns:
-        A scalar with a gradient; zero if no loss waits (in eval mode, without gradients, or with
-        ``aux_loss_weight=0``).
+        A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval mode, and within
+        ``torch.no_grad()``.
     """
     losses = []
-    for layer in routed_layers(model):
+    for layer in routed_layers(model) if torch.is_grad_enabled() else ():  # without gradients they go on waiting
         records, totals = layer.router.take(), layer.router.totals
         if records and (totals is None or totals.complete):
             totals = layer.router.totals = _Totals()

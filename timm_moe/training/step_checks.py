@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import share_rate_and_schedule
 from ..layers import MoeMlp
 from ..layers.living import living
 from .averaging import ExpertWeightAveraging
-from .optimizers import is_first_time, layers_of_trained_experts, parameter_ids
+from .optimizers import is_first_time, layers_of_trained_experts, parameter_ids, trained_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +24,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ValueError: if the optimizer, or the state that it loaded, belongs to the dense model.
     """
     layers = living(MoeMlp)
+    for layer in trained_layers(optimizer, layers):
+        layer.forwards_since_step = 0
     if layers:
         _warn_without_averaging(optimizer, layers)
         _refuse_dense_optimizer(optimizer, layers)
@@ -33,7 +34,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     """Warn once of experts that have a share rate and are trained, but not averaged."""
     averaged = {id(layer) for averaging in ExpertWeightAveraging.during(optimizer) for layer in averaging.layers()}
-    left_out = [layer for layer in layers if share_rate_and_schedule(layer)[0] and id(layer) not in averaged]
+    left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     names = [layer.path or "an expert layer" for layer in layers_of_trained_experts(optimizer, left_out)]
     if names and is_first_time(optimizer, "not averaged"):
         _logger.warning(

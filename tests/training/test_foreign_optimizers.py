@@ -1,0 +1,247 @@
+"""Optimizers that are not torch's, that hold copies of the weights, or that keep a second sequence of them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from averaging_loop import spread
+from routed_loop import routed_model
+from torch import nn
+
+import timm_moe
+from timm_moe import ExpertWeightAveraging
+from timm_moe.callbacks import start_averaging
+from timm_moe.layers import begin_forward
+from timm_moe.layers.moe_mlp import MOST_FORWARDS
+from timm_moe.training.averaging import average_
+
+
+class Own:
+    """An optimizer written by hand."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data.sub_(parameter.grad, alpha=0.01)
+
+
+class OfCopies:
+    """A torch optimizer of float32 copies, and what a loop does around it."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+        self.copies = [parameter.detach().clone().float().requires_grad_() for parameter in self.parameters]
+        self.optimizer = torch.optim.SGD(self.copies, lr=0.01)
+
+    def step(self):
+        for parameter, copied in zip(self.parameters, self.copies, strict=True):
+            copied.grad = parameter.grad.float()
+        self.optimizer.step()
+        for parameter, copied in zip(self.parameters, self.copies, strict=True):
+            parameter.data.copy_(copied)
+
+
+def test_an_optimizer_of_copies_is_refused(ewa_vit):
+    optimizer = OfCopies(ewa_vit).optimizer
+    for start in (start_averaging, lambda *args: ExpertWeightAveraging(*args[:2], total_updates=3)):
+        with pytest.raises(ValueError, match=r"holds no parameter of this .*copy the averaged weights back into them"):
+            start(ewa_vit, optimizer, 3)
+    assert ExpertWeightAveraging.of(optimizer) is None
+
+
+def test_what_is_no_torch_optimizer_is_refused(ewa_vit):
+    with pytest.raises(TypeError, match=r"call timm_moe.average_experts_\(model, rate\) after each of its steps"):
+        start_averaging(ewa_vit, Own(ewa_vit), 3)
+
+
+def test_what_needs_no_averaging_is_not_refused(ewa_vit):
+    assert start_averaging(ewa_vit, torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1), 3) is None
+    ewa_vit.requires_grad_(False)
+    head = nn.Linear(5, 2)
+    assert start_averaging(ewa_vit, torch.optim.SGD(head.parameters(), lr=0.1), 3) is None
+    routed = routed_model()  # without a share rate
+    assert start_averaging(routed, Own(routed), 3) is None
+
+
+@pytest.fixture
+def few_forwards(monkeypatch):
+    """Let a layer complain after three forwards, not 256."""
+    monkeypatch.setattr("timm_moe.layers.moe_mlp.MOST_FORWARDS", 3)
+
+
+def layers_alone(model):
+    """A module of the expert layers, all of whose parameters get a gradient."""
+    layers = nn.Sequential(*timm_moe.moe_layers(model).values())
+    layers.register_forward_pre_hook(begin_forward)
+    return layers
+
+
+def warnings_of(layers, step, loss_of=torch.Tensor.mean):
+    """The warnings of a loop of six steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            loss_of(layers(torch.randn(4, 2, 32).requires_grad_())).backward()
+            step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", [Own, OfCopies])
+def test_experts_that_an_unseen_optimizer_trains_are_told_of_once(ewa_vit, kind, few_forwards):
+    layers = layers_alone(ewa_vit)
+    told = warnings_of(layers, kind(layers).step)
+    assert len(told) == 1
+    assert "call timm_moe.average_experts_(model, rate) after each step" in told[0]
+    assert "auxiliary_loss" not in told[0]
+
+
+def test_losses_that_nobody_adds_for_an_unseen_optimizer_are_told_of_once(few_forwards):
+    layers = layers_alone(routed_model())
+    told = warnings_of(layers, Own(layers).step)
+    assert len(told) == 1
+    assert "add timm_moe.auxiliary_loss(model) to the loss" in told[0]
+    assert "average_experts_" not in told[0]
+
+
+def test_accumulated_gradients_are_no_reason():
+    assert MOST_FORWARDS >= 256
+
+
+@pytest.mark.parametrize("case", ["by hand", "no rate", "frozen", "torch's", "losses added"])
+def test_who_does_as_told_hears_nothing(ewa_vit, case, few_forwards):
+    layers = layers_alone(routed_model() if case == "losses added" else ewa_vit)
+    step, loss_of = Own(layers).step, torch.Tensor.mean
+    if case == "by hand":
+        step = lambda: timm_moe.average_experts_(layers, 0.3)  # noqa: E731
+    if case == "no rate":
+        for layer in layers:
+            layer.share_rate = 0.0
+    if case == "frozen":
+        layers.requires_grad_(False)
+        step = lambda: None  # noqa: E731
+    if case == "torch's":
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+        averaging = ExpertWeightAveraging(layers, optimizer, total_updates=300)
+        step = optimizer.step
+    if case == "losses added":
+        loss_of = lambda y: y.mean() + timm_moe.auxiliary_loss(layers)  # noqa: E731
+    assert warnings_of(layers, step, loss_of) == []
+    assert case != "torch's" or averaging.updates == 6
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (arXiv 2405.15682): gradients are taken at y, steps are of z, and x is evaluated."""
+
+    def __init__(self, params, lr=0.1, beta=0.9, name="z"):
+        super().__init__(params, dict(lr=lr, beta=beta, k=1))
+        self.name = name
+
+    def _move(self, weight_of):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if self.name in self.state[p]:
+                        p.lerp_(self.state[p][self.name], weight_of(group["beta"]))
+
+    def eval(self):
+        self._move(lambda beta: 1 - 1 / beta)
+
+    def train(self):
+        self._move(lambda beta: 1 - beta)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault(self.name, p.clone())
+                p.lerp_(z, 1 / group["k"]).add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def of_the_package(name):
+    def make(params):
+        schedulefree = pytest.importorskip("schedulefree")
+        optimizer = getattr(schedulefree, name)(params, lr=0.1)
+        optimizer.train()
+        return optimizer
+
+    return make
+
+
+PACKAGE = ["SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeReference"]
+
+
+@pytest.mark.parametrize("make", [ScheduleFree, *map(of_the_package, PACKAGE)], ids=["own", *PACKAGE])
+def test_schedule_free_weights_are_averaged_in_every_sequence(ewa_vit, make):
+    layers = layers_alone(ewa_vit)
+    by_hand = copy.deepcopy(layers)
+    optimizer, other = make(layers.parameters()), make(by_hand.parameters())
+    ExpertWeightAveraging(layers, optimizer, 0.3, "constant", total_updates=9)
+    for layer in by_hand:
+        layer.share_rate = 0.0
+    for update in range(4):
+        for model, each in ((layers, optimizer), (by_hand, other)):
+            torch.manual_seed(update)
+            model(torch.randn(8, 4, 32)).square().mean().backward()
+            each.step()
+            each.zero_grad()
+        for parameter in by_hand.parameters():
+            state = other.state[parameter]
+            for weights in (parameter, *(state[name] for name in "xyz" if name in state)):
+                average_(weights, 0.3)
+    for mode in ("train", "eval"):
+        for a, b in zip(layers.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(a, b, msg=mode)
+        for each in (optimizer, other):
+            each.eval()
+
+
+def test_at_the_full_rate_schedule_free_experts_are_equal_in_evaluation(ewa_vit):
+    layers = layers_alone(ewa_vit)
+    optimizer = ScheduleFree(layers.parameters())
+    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=9)
+    for _ in range(4):
+        layers(torch.randn(8, 4, 32)).square().mean().backward()
+        optimizer.step()
+    assert spread(layers) < 1e-6
+    optimizer.eval()
+    assert spread(layers) < 1e-5
+
+
+def test_weights_for_evaluation_of_another_name_are_refused(ewa_vit):
+    layers = layers_alone(ewa_vit)
+    optimizer = ScheduleFree(layers.parameters(), name="base")
+    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=9)
+    layers(torch.randn(8, 4, 32)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="ScheduleFree keeps weights for evaluation that cannot be averaged"):
+        optimizer.step()
+
+
+class WithCopies(torch.optim.SGD):
+    """Keeps a float32 copy of each parameter in its state, and steps that."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            copied = self.state[p].setdefault("copy", p.float())
+            self.state[p]["momentum"] = p.grad.float()
+            copied.sub_(p.grad.float(), alpha=0.01)
+            p.copy_(copied)
+
+
+def test_float32_copies_in_the_optimizers_state_are_averaged_too(ewa_vit):
+    layers = layers_alone(ewa_vit.bfloat16())
+    optimizer = WithCopies(layers.parameters())
+    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=9)
+    for _ in range(3):
+        layers(torch.randn(8, 4, 32).bfloat16()).square().mean().backward()
+        optimizer.step()
+    for parameter in layers.parameters():
+        copied, momentum = (optimizer.state[parameter][name] for name in ("copy", "momentum"))
+        assert (copied - copied.mean(0)).abs().max() < 1e-6
+        assert momentum.std(0).max() > 0.01 * momentum.abs().max()  # which is none
