@@ -277,10 +277,10 @@ def ghostscript(tmp_path, monkeypatch):
 def test_no_image_starts_a_program(folder, model, ghostscript, road):
     file = folder / "val/class3/1.png"
     file.write_bytes(POSTSCRIPT)
+    images = image_folder(folder)
     if road == "masks":
-        images = MaskedImages(folder / "val", folder / "val", preprocessing(model))
-    else:
-        images = image_folder(folder)
+        images = MaskedImages(folder / "val/class3", folder / "val/class3", preprocessing(model))
+        images.pairs = [images.pairs[1]]
     with pytest.raises(ValueError, match=r"^The image .*class3/1\.png cannot be read: cannot identify image file"):
         evaluate([model], images, inference=HERE) if road == "evaluate" else list(images)
     assert not ghostscript.exists()
