@@ -235,7 +235,8 @@ def _add_class_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_split_options(group: Any, default: str) -> None:
     group.add_argument("--split", default=default, metavar="NAME", help="folder in it (default: %(default)s)")
-    group.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
+    names = "text file of the names of the classes, one a line, in the order of their numbers (default: as timm sorts)"
+    group.add_argument("--class-map", default="", metavar="FILE", help=names)
 
 
 def _add_ood_options(parser: argparse.ArgumentParser) -> None:

@@ -223,6 +223,11 @@ class TestOrder:
         with pytest.raises(ValueError, match=r"has '10' as class 1 \(by .*b\), but .*a as class 4"):
             load_classifiers([by_string, by_timm], image_folder(numbered))
 
+    def test_classes_that_the_model_lacks_are_named(self, numbered, tmp_path):
+        model = save_with_names(make_model("vit_tiny_patch16_224", num_classes=4), tmp_path / "a", ["1", "2", "3", "4"])
+        with pytest.raises(ValueError, match=r"val has 5 classes, but .*a has 4, without '10'\.$"):
+            load_classifiers([model], image_folder(numbered))
+
     def test_shifted_classes_are_refused_by_name(self, numbered, model, tmp_path):
         shifted = save_with_names(model, tmp_path / "a", ["0", "1", "2", "3", "4"])
         with pytest.raises(ValueError, match=r"has '1' as class 0 \(by the order of its folders\), but .* as class 1"):

@@ -78,15 +78,17 @@ def load_classifiers(
         if own != first:
             others = f"{describe_source(sources[0])} has {first}: the members of an ensemble need the same."
             raise ValueError(f"{name} has {own} classes, but {others}")
+        stated = get_pretrained_cfg(model).get("label_names") or found
+        by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
         if own != len(found):
-            raise ValueError(f"{root} has {len(found)} classes, but {name} has {own}.")
+            others = [label for label in found if label not in by_number.values()]
+            by_name = f", without {', '.join(map(repr, others[:3]))}" if others else ""
+            raise ValueError(f"{root} has {len(found)} classes, but {name} has {own}{by_name}.")
         if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not numbered_by:
             _logger.warning(
                 f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may "
                 "not mean the same."
             )
-        stated = get_pretrained_cfg(model).get("label_names") or found
-        by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
         known = [by_number.get(number, by_number.get(str(number))) for number in range(own)]
         if known != found and set(known) == set(found) and not numbered_by:
             _logger.info("%s: classes are numbered as in %s.", root, name)

@@ -72,7 +72,7 @@ class MaskedImages(Dataset):
         config: from :func:`timm_moe.model_config.preprocessing`.
         classes: names of the classes; by default every number is a class and its name.
         ignore_index: value of pixels without a class.
-        mode: of the images, in Pillow.
+        mode: of the images, in Pillow; by default RGB, or L for one channel.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class MaskedImages(Dataset):
         config: Mapping[str, Any],
         classes: Sequence[str] | None = None,
         ignore_index: int = 255,
-        mode: str = "RGB",
+        mode: str | None = None,
     ):
         self.root = Path(images)
         self.pairs, left_out = _paired(self.root, Path(masks))
         log_taken(self.root, f"{len(self.pairs):,} images with masks", left_out)
         self.classes, self.ignore_index = classes, ignore_index
-        self.mode = mode
+        self.mode = mode or ("RGB" if config["input_size"][0] == 3 else "L")
         self.size = tuple(config["input_size"][1:])
         self.transform: Any = create_transform(**{**config, "crop_pct": 1.0, "crop_mode": "squash"})
 

@@ -326,9 +326,12 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
     stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map")}
     kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
     model.args_of_images = kept  # type: ignore[assignment]
-    if "input_img_mode" in kept:
-        mode = f"the mode {kept['input_img_mode']!r}"
-        _logger.info(f"Images for {path} have {mode} (train.py's arguments); no config.json can state it.")
+    mode = kept.get("input_img_mode")
+    if mode not in (None, "RGB", "L"):
+        _logger.warning(
+            f"The images of {path} have the mode {mode!r} (train.py's arguments), which config.json cannot state: "
+            "with an exported model, pass --input-img-mode to timm's scripts again."
+        )
 
 
 def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
