@@ -1,7 +1,6 @@
 """The commands of ``timm-moe``; their options are in ``timm_moe_cli``."""
 
 import argparse
-import io
 import logging
 import os
 import sys
@@ -39,8 +38,6 @@ from .rivals import sampled_members
 
 def run(args: argparse.Namespace) -> int:
     """Run a command of :func:`timm_moe_cli.parser` and return the exit status; an error is printed in one sentence."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every locale has a ±, or the letters of every name
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:

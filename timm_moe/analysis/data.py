@@ -70,44 +70,54 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
-    reader, root = images.reader, Path(images.reader.root)
-    numbered_by = "its class map" if getattr(reader, "numbers_stated", True) else ""
+    numbered_by = "its class map" if getattr(images.reader, "numbers_stated", True) else ""
     for source, model in zip(sources, models, strict=True):
         name, own, first = describe_source(source), model.num_classes, models[0].num_classes
-        found = class_names(images)
         if own != first:
             others = f"{describe_source(sources[0])} has {first}: the members of an ensemble need the same."
             raise ValueError(f"{name} has {own} classes, but {others}")
-        stated = get_pretrained_cfg(model).get("label_names") or found
-        by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
-        if own != len(found):
-            others = [label for label in found if label not in by_number.values()]
-            by_name = f", without {', '.join(map(repr, others[:3]))}" if others else ""
-            raise ValueError(f"{root} has {len(found)} classes, but {name} has {own}{by_name}.")
-        if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not numbered_by:
-            _logger.warning(
-                f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may "
-                "not mean the same."
-            )
-        known = [by_number.get(number, by_number.get(str(number))) for number in range(own)]
-        if known != found and set(known) == set(found) and not numbered_by:
-            _logger.info("%s: classes are numbered as in %s.", root, name)
-            reader.renumber(known)
-            found, numbered_by = known, name
-        for number, (label, own_label) in enumerate(zip(found, known, strict=True)):
-            if label in known and label != own_label:
-                raise ValueError(
-                    f"{root} has {label!r} as class {number} (by {numbered_by or 'the order of its folders'}), "
-                    f"but {name} as class {known.index(label)}: state the model's order with --class-map (class_map=)."
-                )
-        for number, (label, own_label) in enumerate(zip(found, known, strict=True)):
-            if own_label not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
-                _logger.warning(
-                    f"{root} has other classes than {name}, whose class {number} is {own_label} and not {label}: the "
-                    "labels do not mean the same."
-                )
-                break
+        numbered_by = _compare_classes(model, name, images, numbered_by)
     return [model.to((inference or Inference()).torch_device()).eval() for model in models]
+
+
+def _compare_classes(model: Any, name: str, images: ImageDataset, numbered_by: str) -> str:
+    """Compare the classes by name; where nothing else has numbered the images' classes, number them as the model does.
+
+    Returns:
+        What numbers the classes; "" for the order of the folders.
+    """
+    root, found, own = Path(images.reader.root), class_names(images), model.num_classes
+    stated = get_pretrained_cfg(model).get("label_names") or found
+    by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
+    if own != len(found):
+        others = [repr(label) for label in found if label not in by_number.values()]
+        without = f", without {', '.join(others[:3])}" if others else ""
+        raise ValueError(f"{root} has {len(found)} classes, but {name} has {own}{without}.")
+    if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not numbered_by:
+        _logger.warning(
+            f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not mean "
+            "the same."
+        )
+    known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(own)]
+    if known != found and set(known) == set(found) and not numbered_by:
+        _logger.info("%s: classes are numbered as in %s.", root, name)
+        images.reader.renumber(known)
+        return name
+    pairs = [*enumerate(zip(found, known, strict=True))]
+    for number, (label, own_label) in pairs:
+        if label in known and label != own_label:
+            raise ValueError(
+                f"{root} has {label!r} as class {number} (by {numbered_by or 'the order of its folders'}), but {name} "
+                f"as class {known.index(label)}: state the model's order with --class-map (class_map=)."
+            )
+    for number, (label, own_label) in pairs:
+        if own_label not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
+            _logger.warning(
+                f"{root} has other classes than {name}, whose class {number} is {own_label} and not {label}: the "
+                "labels do not mean the same."
+            )
+            break
+    return numbered_by
 
 
 def describe_source(source: Source) -> str:

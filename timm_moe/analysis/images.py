@@ -135,7 +135,8 @@ def find_images(
     left_out: dict[str, list[str]] = defaultdict(list)
 
     def visit(folder: str) -> list[str]:
-        files, folders = [], []
+        files: list[str] = []
+        folders: list[str] = []
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             hidden, named = entry.name.startswith("."), os.path.splitext(entry.name)[1].lower() in endings
             if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():

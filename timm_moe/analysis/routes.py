@@ -65,7 +65,7 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
         folder = temporary / "routes"
         folder.mkdir()
         write_json(folder / "routes.json", contents)
-        with open(folder / "routes.csv", "w", encoding="utf-8", newline="") as stream:
+        with open(folder / "routes.csv", "w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["layer", "class", "expert", "share"])
             for routes in all_routes:
