@@ -1,15 +1,15 @@
 """Lets timm's own scripts find timm_moe: imports it as soon as timm's models are there.
 
 torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``). It must be quick,
-never raise, and import nothing of the package: it only waits for ``timm.models``. ``TIMM_MOE_AUTOLOAD=0`` switches it
-off.
+never raise, and import nothing of the package: it only waits for ``timm.models``. ``TIMM_MOE_AUTOLOAD=0``, ``false``,
+``off`` or ``no`` switches it off.
 """
 
-import importlib
 import importlib.abc
 import os
 import sys
 import warnings
+from importlib.machinery import PathFinder
 
 _TARGET = "timm.models"
 
@@ -35,17 +35,45 @@ class _ImportAfter(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _FindPackage(importlib.abc.MetaPathFinder):
+    """Finds the package, and no other file of its name, as in the working directory, where Python looks first."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "timm_moe":
+            return None
+        beside = os.path.dirname(os.path.abspath(__file__))
+        for folder in (*sys.path, beside):
+            spec = PathFinder.find_spec(fullname, [folder])
+            inside = None if spec is None or spec.origin is None else spec.submodule_search_locations
+            if inside is not None and PathFinder.find_spec(f"{fullname}.registration", inside) is not None:
+                return spec
+        raise ModuleNotFoundError(f"There is no package timm_moe in {beside}", name=fullname)
+
+
 def _load():
+    """Import the package, or warn.
+
+    Whoever has begun to import it may be waiting for timm, which this thread holds: Python then returns the package as
+    it is. So a module of its own registers the models.
+    """
+    begun, finder = "timm_moe" in sys.modules, _FindPackage()
+    sys.meta_path.insert(sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0, finder)
     try:
-        if importlib.import_module("timm_moe").__file__ is None:
-            raise ImportError("its folder is empty")
+        import timm_moe
+        import timm_moe.registration
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
+        if getattr(error, "name", None) == "timm_moe.registration":
+            cause = f"ImportError: {timm_moe.__file__} has the name of the package: rename it"
+        elif begun:  # whoever imports it gets the error
+            return
         warnings.warn(f"timm_moe could not be loaded, its models are missing: {cause}", stacklevel=2)
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def autoload():
-    if os.environ.get("TIMM_MOE_AUTOLOAD", "1") == "0" or "timm_moe" in sys.modules:
+    if os.environ.get("TIMM_MOE_AUTOLOAD", "").strip().lower() in ("0", "false", "off", "no"):
         return
     if _TARGET in sys.modules:
         _load()

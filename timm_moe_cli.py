@@ -1,7 +1,9 @@
 """Options of the command ``timm-moe``; apart from the package, since that imports torch, which takes seconds."""
 
 import argparse
+import io
 import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ _SOURCE = "train.py checkpoint, safetensors file, folder or hf-hub: name"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every locale has a ±, or the letters of every name
     args = _parse(argv)
     from timm_moe.cli import run
 
@@ -235,7 +239,8 @@ def _add_class_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_split_options(group: Any, default: str) -> None:
     group.add_argument("--split", default=default, metavar="NAME", help="folder in it (default: %(default)s)")
-    group.add_argument("--class-map", default="", metavar="FILE", help="file that numbers the classes")
+    names = "text file of the names of the classes, one a line, in the order of their numbers (default: as timm sorts)"
+    group.add_argument("--class-map", default="", metavar="FILE", help=names)
 
 
 def _add_ood_options(parser: argparse.ArgumentParser) -> None:

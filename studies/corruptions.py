@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional
 
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.images import read_image
 
 #: Maps an RGB image to another one of its size.
 Corruption = Callable[[Image.Image], Image.Image]
@@ -92,7 +93,7 @@ class CorruptedReader:
         file, label = self._reader[index]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(index)
-            corrupted = self._corruption(Image.open(file).convert("RGB"))
+            corrupted = self._corruption(read_image(file, "RGB"))
         return _written(corrupted, "PNG"), label
 
 

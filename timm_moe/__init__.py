@@ -3,30 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import timm
+import timm as timm  # its import registers the models, where timm_moe_autoload is at work
 
-try:
-    import timm.task
-except ModuleNotFoundError as error:
-    raise ImportError(
-        f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
-    ) from error
+from .registration import models, rivals
 
+# isort: split
+# What is above checks the version of timm.
 from . import callbacks
 from .callbacks import ExpertWeightAveraging, RoutingSummary, auxiliary_loss, average_experts_, routing_summary
 from .convert import RouterSpec, convert_to_moe, moe_layers, register_router, to_dense
-from .integrations import timm as timm_hooks
 from .layers import MemberLoss
 from .training import expert_placement
 from .version import __version__
-
-# All or nothing: the hooks come before the models, whose training needs them, and go if those cannot be registered.
-timm_hooks.install()
-try:
-    from . import models, rivals
-except BaseException:
-    timm_hooks.uninstall()
-    raise
 
 if TYPE_CHECKING:
     from . import checkpoints

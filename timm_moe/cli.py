@@ -14,13 +14,14 @@ from timm.data import ImageDataset
 from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
-from .analysis.data import Inference, class_names, image_folder, load_classifiers
+from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
+from .analysis.images import read_class_map
 from .analysis.routes import check_output, write_routes
 from .analysis.routes import table as routes_table
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
-from .analysis.segmentation import MaskedImages, pair_files, read_class_names
+from .analysis.segmentation import MaskedImages, pair_files
 from .checkpoints.source import ModelSpec, describe, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
@@ -204,11 +205,12 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
             raise ValueError(
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has no place."
             )
-    classes = read_class_names(args.class_map) if args.class_map else None
+    classes = read_class_map(args.class_map) if args.class_map else None
     pair_files(args.data_dir, args.segmentation)  # before the model is read, which may take long
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
-    images = MaskedImages(args.data_dir, args.segmentation, preprocessing(model), classes, **ignore)
+    config, mode = preprocessing(model), image_mode(model)
+    images = MaskedImages(args.data_dir, args.segmentation, config, classes, **ignore, mode=mode)
     return collect_patch_routes(model, images, inference)
 
 

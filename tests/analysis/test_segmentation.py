@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -194,6 +196,39 @@ def test_bad_options(masked, monkeypatch, capsys, options, message):
 def test_an_ignored_label_needs_masks(masked, capsys):
     assert main(["routes", "model", "out", "--data-dir", str(masked), "--ignore-index", "9"]) == 1
     assert "name the folder of the masks with --segmentation." in capsys.readouterr().err
+
+
+def test_what_is_no_image_is_left_out_with_a_word(masked, caplog):
+    before = pair_files(masked / "images", masked / "masks")
+    for folder in ("images", "masks"):
+        shutil.copytree(masked / folder / "city", masked / folder / ".ipynb_checkpoints")
+        (masked / folder / "city/again").symlink_to(masked / folder)
+    (masked / "images/readme.txt").touch()
+    images = masked_images(masked, backbone())
+    assert images.pairs == before
+    left = ["files of other endings (1: '.txt')", "hidden folders (2: '.ipynb_checkpoints')"]
+    left.append("links to folders that are read already (2: 'again')")
+    (message,) = caplog.messages
+    assert message.startswith(f"{masked / 'images'}: 4 images with masks; left out are ")
+    assert all(reason in message for reason in left), message
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_mask(masked):
+    images = masked_images(masked, backbone())
+    file = masked / "masks/b.png"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"masks/b\.png is no image but a pipe, a device or a broken link"):
+        pair_files(masked / "images", masked / "masks")
+    with pytest.raises(ValueError, match=r"masks/b\.png cannot be read: it is no regular file\."):
+        list(images)
+
+
+def test_an_empty_line_of_a_class_map_does_not_shift_the_classes(masked, capsys):
+    (masked / "classes.txt").write_text("sky\n\nroad\ntree\n")
+    assert main(command(masked, backbone(), "--class-map", str(masked / "classes.txt"))) == 1
+    assert "Line 2 of the class map" in capsys.readouterr().err
 
 
 def test_masks_without_classes(masked):

@@ -24,11 +24,12 @@ FLOORS = (
     ("report",),
     ("callbacks", "demo"),
     ("cli",),
+    ("registration",),
     ("__init__",),
 )
 #: What the papers only compare with, and their tables: only the front door and the commands know them.
 BESIDE = {"rivals", "papers"}
-FRONT = {"__init__", "cli"}
+FRONT = {"__init__", "registration", "cli"}
 #: Imported by every room, so that it belongs to none.
 VERSION = "version"
 #: Libraries whose objects only integrations may change.

@@ -11,6 +11,8 @@ import pytest
 from common import ROOT
 from processes import run_code
 
+import timm_moe_autoload
+
 HERE = Path(__file__).parent
 #: What timm imports before its own modules; forked processes have it, and so the hook, but nothing of timm.
 BEFORE_TIMM = ("torch", "torchvision", "huggingface_hub", "safetensors.torch", "yaml", "torch.utils.flop_counter")
@@ -71,6 +73,93 @@ def test_can_be_switched_off():
 def test_can_be_switched_off_in_a_process_of_its_own(switch):
     done = run_anew(OFF, **{switch: "0"})
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", ["false", "OFF", "No", " 0"])
+def test_words_that_switch_it_off(value, monkeypatch):
+    monkeypatch.setenv("TIMM_MOE_AUTOLOAD", value)
+    for name in ("timm_moe", "timm.models"):
+        monkeypatch.delitem(sys.modules, name)
+    finders = [*sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", [*finders])
+    timm_moe_autoload.autoload()
+    assert sys.meta_path == finders
+    monkeypatch.setenv("TIMM_MOE_AUTOLOAD", "1")
+    timm_moe_autoload.autoload()
+    assert sys.meta_path != finders
+
+
+@pytest.mark.parametrize("name", ["timm_moe.py", "timm_moe/__init__.py", "timm_moe/readme.txt"])
+def test_a_users_own_file_is_not_run(tmp_path, name):
+    """In the working directory, where Python looks first."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("raise SystemExit('the file of this folder was run')\n")
+    code = "import timm\nassert timm.is_model('vit_small_ewa_moe')\nimport timm_moe\nprint(timm_moe.__file__)"
+    done = run_code(code, cwd=tmp_path, modules=BEFORE_TIMM, PYTHONPATH="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.strip()) == Path(timm_moe_autoload.__file__).parent / "timm_moe/__init__.py"
+
+
+def test_a_users_own_module_keeps_its_name(tmp_path):
+    """If it is imported before timm, it is left alone, and a warning says what is missing."""
+    (tmp_path / "timm_moe.py").write_text("OWN = True\n")
+    code = "import timm_moe, timm\nassert timm_moe.OWN\nprint(timm.is_model('vit_small_ewa_moe'))"
+    done = run_code(code, cwd=tmp_path, modules=BEFORE_TIMM, PYTHONPATH="")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert f"its models are missing: ImportError: {tmp_path / 'timm_moe.py'} has the name of the package" in done.stderr
+
+
+#: Two threads, of which the second begins when the first looks for a module. The first waits until that one is blocked.
+THREADS = """
+import sys, threading, time, warnings
+warnings.simplefilter("error")
+first, name = sys.argv[1:]
+
+class Pause:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == name:
+            sys.meta_path.remove(self)
+            threads[-1].start()
+            time.sleep(0.1)
+
+def import_timm():
+    import timm
+    seen["timm"] = timm.is_model("vit_small_ewa_moe") and timm.is_model("vit_mimo_b16")
+
+def import_package():
+    import timm_moe
+    seen["timm_moe"] = hasattr(timm_moe, "moe_layers")
+
+seen = {}
+threads = [threading.Thread(target=target) for target in (import_timm, import_package)]
+threads = threads if first == "timm" else threads[::-1]
+sys.meta_path.insert(0, Pause())
+threads[0].start()
+for thread in threads:
+    thread.join()
+import timm.optim
+assert hasattr(timm.optim.create_optimizer_v2, "__wrapped__")
+print(*sorted(seen.items()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [
+        ("timm", "timm"),
+        ("timm", "timm.layers"),
+        ("timm", "timm_moe"),
+        ("timm", "timm_moe.layers"),
+        ("timm_moe", "timm_moe"),
+        ("timm_moe", "timm"),
+        ("timm_moe", "timm.models.vision_transformer"),
+        ("timm_moe", "timm_moe.layers"),
+        ("timm_moe", "timm_moe.models"),
+    ],
+)
+def test_threads_that_import_timm_and_the_package_at_once(first, name):
+    done = run_code(THREADS, first, name, modules=BEFORE_TIMM)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "('timm', True) ('timm_moe', True)\n", "")
 
 
 @pytest.fixture

@@ -1,25 +1,28 @@
-"""Opens classifiers and a folder of images, and checks them against each other before the first forward."""
+"""Opens classifiers, checks them against a folder of images before the first forward, and loads the images."""
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from timm.data import ImageDataset, create_dataset, create_loader
+from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from ..checkpoints.source import ModelSpec, describe, load_source
+from ..checkpoints.source import ModelSpec, load_source
 from ..model_config import get_pretrained_cfg, preprocessing
+from .images import FolderImages, UnreadableImage, image_folder
+
+__all__ = ["Inference", "batches", "class_names", "describe_source", "image_folder", "image_mode", "load_classifiers"]
 
 _logger = logging.getLogger(__name__)
 
 Source = nn.Module | str | Path
 
+#: Modes of images that timm's loaders take, and their channels.
+_CHANNELS = {"L": 1, "LA": 2, **dict.fromkeys(("RGB", "HSV", "LAB", "YCbCr"), 3), **dict.fromkeys(("RGBA", "CMYK"), 4)}
 #: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
 
@@ -40,41 +43,6 @@ class Inference:
         return torch.autocast(self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
 
 
-def image_folder(data_dir: str | Path, split: str = "validation", class_map: str = "") -> ImageDataset:
-    """Open the images of a split, a folder for each class, as timm's validate.py does.
-
-    Args:
-        data_dir: folder that holds the split's folder.
-        split: ``validation`` may also be called ``val``, ``eval`` and the like; ``""`` is ``data_dir`` itself.
-        class_map: file that numbers the classes, as in timm's scripts; by default they are sorted.
-
-    Raises:
-        FileNotFoundError: if there is no such folder or split, or no image of a class in it.
-        ValueError: if the class map is damaged, or a pickle.
-    """
-    folder = Path(data_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no data folder {folder}.")
-    if class_map.endswith(".pkl"):
-        raise ValueError(f"{class_map} may run code when it is read: write the names of the classes to a text file.")
-    try:
-        dataset = create_dataset("", root=str(folder), split=split, class_map=class_map)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise FileNotFoundError(f"{folder} has no image of a class in its split {split!r}.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The class map {class_map} is no text.") from error
-    numbers = sorted(dataset.reader.class_to_idx.values())
-    if numbers != list(range(len(numbers))):
-        raise ValueError(f"The class map {class_map} names a class twice.")
-    if split and dataset.reader.root == str(folder):  # timm takes the whole folder if it finds no split
-        found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())[:5])
-        raise FileNotFoundError(
-            f"{folder} has no split {split!r}; its folders begin with {found}: name one with --split, or --split '' if "
-            "they are the classes."
-        )
-    return dataset
-
-
 def class_names(images: ImageDataset) -> list[str]:
     """List the classes in the order of their numbers."""
     return list(images.reader.class_to_idx)
@@ -89,36 +57,67 @@ def load_classifiers(
 ) -> list[nn.Module]:
     """Load models with the classes of the images, on the device of ``inference`` and in eval mode.
 
-    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`. A warning says if a
-    model's config names other classes (``label_names``) than the folders of the images.
+    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`. If a model's config
+    names the classes of the folders in another order (``label_names``), its order is taken, unless a class map states
+    one. A warning says if it names other classes, or if a model was trained with a class map and there is none here.
 
     Raises:
-        ValueError: if models and images have different numbers of classes; and as ``load_source``.
+        ValueError: if models and images have different numbers of classes, or different numbers for the same class; and
+            as ``load_source``.
     """
     models: list[Any] = []
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
-    found, folder = class_names(images), Path(images.reader.root)
+    numbered_by = "its class map" if getattr(images.reader, "numbers_stated", True) else ""
     for source, model in zip(sources, models, strict=True):
         name, own, first = describe_source(source), model.num_classes, models[0].num_classes
         if own != first:
             others = f"{describe_source(sources[0])} has {first}: the members of an ensemble need the same."
             raise ValueError(f"{name} has {own} classes, but {others}")
-        if own != len(found):
-            raise ValueError(f"{folder} has {len(found)} classes, but {name} has {own}.")
-        stated = get_pretrained_cfg(model).get("label_names") or found
-        by_number = stated if isinstance(stated, dict) else {str(number): label for number, label in enumerate(stated)}
-        for number, label in enumerate(found):
-            known = by_number.get(str(number))
-            if known not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
-                _logger.warning(
-                    f"{folder} has other classes than {name}, whose class {number} is {known} and not {label}: the "
-                    "labels do not mean the same."
-                )
-                break
+        numbered_by = _compare_classes(model, name, images, numbered_by)
     return [model.to((inference or Inference()).torch_device()).eval() for model in models]
+
+
+def _compare_classes(model: Any, name: str, images: ImageDataset, numbered_by: str) -> str:
+    """Compare the classes by name; where nothing else has numbered the images' classes, number them as the model does.
+
+    Returns:
+        What numbers the classes; "" for the order of the folders.
+    """
+    root, found, own = Path(images.reader.root), class_names(images), model.num_classes
+    stated = get_pretrained_cfg(model).get("label_names") or found
+    by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
+    if own != len(found):
+        others = [repr(label) for label in found if label not in by_number.values()]
+        without = f", without {', '.join(others[:3])}" if others else ""
+        raise ValueError(f"{root} has {len(found)} classes, but {name} has {own}{without}.")
+    if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not numbered_by:
+        _logger.warning(
+            f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not mean "
+            "the same."
+        )
+    known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(own)]
+    if known != found and set(known) == set(found) and not numbered_by:
+        _logger.info("%s: classes are numbered as in %s.", root, name)
+        images.reader.renumber(known)
+        return name
+    pairs = [*enumerate(zip(found, known, strict=True))]
+    for number, (label, own_label) in pairs:
+        if label in known and label != own_label:
+            raise ValueError(
+                f"{root} has {label!r} as class {number} (by {numbered_by or 'the order of its folders'}), but {name} "
+                f"as class {known.index(label)}: state the model's order with --class-map (class_map=)."
+            )
+    for number, (label, own_label) in pairs:
+        if own_label not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
+            _logger.warning(
+                f"{root} has other classes than {name}, whose class {number} is {own_label} and not {label}: the "
+                "labels do not mean the same."
+            )
+            break
+    return numbered_by
 
 
 def describe_source(source: Source) -> str:
@@ -133,22 +132,48 @@ def batches(
 
     Models of the same preprocessing share a loader. An image that cannot be read is a ValueError.
     """
-    configs = [preprocessing(model) for model in models]
+    configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
     wanted = range(len(images)) if indices is None else indices
     loaders: list[Any] = [
         create_loader(
-            _Images(images, wanted, "RGB" if config["input_size"][0] == 3 else "L"),  # type: ignore[arg-type]
+            FolderImages(images.reader, wanted, mode, _shorter_side(config)),
             **config,
             batch_size=inference.batch_size,
             num_workers=inference.workers,
             persistent_workers=inference.workers > 0,
             device=inference.torch_device(),
         )
-        for config in distinct
+        for config, mode in distinct
     ]
     for parts in reading(zip(*loaders, strict=True), Path(images.reader.root), len(wanted), inference):
         yield [parts[distinct.index(config)][0] for config in configs], parts[0][1]
+
+
+def image_mode(model: nn.Module) -> str:
+    """Return the mode of Pillow that a model's images have: that of its training, or RGB, or of one channel L.
+
+    Raises:
+        ValueError: if it does not have the model's number of channels, or is not known.
+    """
+    channels = preprocessing(model)["input_size"][0]
+    mode = getattr(model, "args_of_images", {}).get("input_img_mode") or {1: "L", 3: "RGB"}.get(channels)
+    if mode is None:
+        raise ValueError(
+            f"This {type(model).__name__} takes images of {channels} channels, whose mode only a checkpoint of "
+            "train.py states (--input-img-mode)."
+        )
+    if _CHANNELS.get(mode) != channels:
+        raise ValueError(
+            f"The images of this {type(model).__name__} should have {channels} channels, but its checkpoint states the "
+            f"mode {mode!r}."
+        )
+    return mode
+
+
+def _shorter_side(config: Mapping[str, Any]) -> float:
+    """Length to which an image's shorter side is resized; 0 if its longer side is, or both."""
+    return max(config["input_size"][1:]) / config["crop_pct"] if config["crop_mode"] == "center" else 0
 
 
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:
@@ -166,35 +191,3 @@ def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inferenc
                 _logger.info("%s: %s of %s images ...", folder, f"{done:,}", f"{total:,}")
     except UnreadableImage as error:
         raise ValueError(str(error).rpartition(f"{UnreadableImage.__name__}: ")[2].strip()) from error
-
-
-class _Images(Dataset):
-    """Images without timm's way to take the next one if one is unreadable."""
-
-    def __init__(self, images: ImageDataset, wanted: Sequence[int], mode: str):
-        self.samples, self.wanted, self.mode = images.reader.samples, wanted, mode
-        self.transform: Any = None  # timm's create_loader sets it
-
-    def __len__(self) -> int:
-        return len(self.wanted)
-
-    def __getitem__(self, number: int) -> tuple[Any, int]:
-        file, label = self.samples[self.wanted[number]]
-        return self.transform(read_image(file, self.mode)), label
-
-
-class UnreadableImage(ValueError):
-    """Error that names the file."""
-
-
-def read_image(file: str | Path, mode: str | None = None) -> Image.Image:
-    """Open and decode an image, and convert it to a mode of Pillow if one is given; or raise UnreadableImage."""
-    try:
-        image: Image.Image = Image.open(file)
-        if image.format == "PNG":  # decoding does not look at its checksums
-            image.verify()
-            image = Image.open(file)
-        image.load()
-        return image if mode is None else image.convert(mode)
-    except Exception as error:  # a damaged image may end in anything
-        raise UnreadableImage(f"The image {file} cannot be read: {describe(error)}") from error

@@ -7,13 +7,12 @@ N images, D width of features, C classes, M members, L penalties, R runs.
 
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.data import ImageDataset, is_img_extension
+from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
@@ -157,16 +156,9 @@ def fewshot(
 
 def _checked_labels(folder: Folder, shots: int) -> Tensor:
     """Classes of the training images."""
-    for images in (folder.train, folder.test):
-        # timm takes a folder without images for a class only if a class map names it
+    for images in (folder.train, folder.test):  # a class map may name a class without images
         filled = {label for _, label in images.reader.samples}
-        empty = [name for name, label in images.reader.class_to_idx.items() if label not in filled]
-        for path, folders, files in os.walk(images.reader.root, followlinks=True):
-            name = os.path.basename(path)
-            has_images = any(is_img_extension(os.path.splitext(file)[1].lower()) for file in files)
-            if not folders and not has_images and not name.startswith("."):
-                empty.append(name)
-        if empty:
+        if empty := [name for label, name in enumerate(class_names(images)) if label not in filled]:
             raise ValueError(f"Class {min(empty)} has no images in {images.reader.root}.")
     names = class_names(folder.train)
     if class_names(folder.test) != names:

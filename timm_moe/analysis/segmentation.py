@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ..checkpoints.source import describe
-from .data import Inference, UnreadableImage, read_image, reading
+from .data import Inference, reading
+from .images import UnreadableImage, find_images, log_taken, read_image
 
 _logger = logging.getLogger(__name__)
 
@@ -28,23 +28,30 @@ def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]
         FileNotFoundError: if a folder is not there or has no image.
         ValueError: if an image has no mask, a mask no image, or two files of a folder the same name.
     """
-    files = {"image": _files(Path(images)), "mask": _files(Path(masks))}
+    return _paired(Path(images), Path(masks))[0]
+
+
+def _paired(images: Path, masks: Path) -> tuple[list[tuple[Path, Path]], dict[str, list[str]]]:
+    """Pair the files, and tell what is left out of both folders by the reason."""
+    left_out: dict[str, list[str]] = {}
+    files = {"image": _files(images, left_out), "mask": _files(masks, left_out)}
     for kind, other in (("image", "mask"), ("mask", "image")):
         found = files[kind]
         if lonely := sorted(found.keys() - files[other].keys()):
             raise ValueError(
                 f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as {found[lonely[0]]}."
             )
-    return [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])]
+    return [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])], left_out
 
 
-def _files(folder: Path) -> dict[Path, Path]:
+def _files(folder: Path, left_out: dict[str, list[str]]) -> dict[Path, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
     files: dict[Path, Path] = {}
-    for file in sorted(folder.rglob("*")):
-        if file.suffix.lower() not in _SUFFIXES:
-            continue
+    images, _, others = find_images(folder, _SUFFIXES)
+    for reason, paths in others.items():
+        left_out.setdefault(reason, []).extend(paths)
+    for file in sorted(Path(file) for of_folder in images.values() for file in of_folder):
         name = file.relative_to(folder).with_suffix("")
         if other := files.get(name):
             raise ValueError(f"{other} and {file} differ by their ending alone, so no mask is theirs for certain.")
@@ -65,6 +72,7 @@ class MaskedImages(Dataset):
         config: from :func:`timm_moe.model_config.preprocessing`.
         classes: names of the classes; by default every number is a class and its name.
         ignore_index: value of pixels without a class.
+        mode: of the images, in Pillow; by default RGB, or L for one channel.
     """
 
     def __init__(
@@ -74,11 +82,13 @@ class MaskedImages(Dataset):
         config: Mapping[str, Any],
         classes: Sequence[str] | None = None,
         ignore_index: int = 255,
+        mode: str | None = None,
     ):
         self.root = Path(images)
-        self.pairs = pair_files(images, masks)
+        self.pairs, left_out = _paired(self.root, Path(masks))
+        log_taken(self.root, f"{len(self.pairs):,} images with masks", left_out)
         self.classes, self.ignore_index = classes, ignore_index
-        self.mode = "RGB" if config["input_size"][0] == 3 else "L"
+        self.mode = mode or ("RGB" if config["input_size"][0] == 3 else "L")
         self.size = tuple(config["input_size"][1:])
         self.transform: Any = create_transform(**{**config, "crop_pct": 1.0, "crop_mode": "squash"})
 
@@ -121,22 +131,6 @@ class MaskedImages(Dataset):
         loader = DataLoader(self, inference.batch_size, num_workers=inference.workers)
         for images, labels in reading(loader, self.root, len(self), inference):
             yield images.to(inference.torch_device()), labels
-
-
-def read_class_names(file: str | Path) -> list[str]:
-    """Read the names of classes from a text file, a line for each, in the order of their numbers.
-
-    It is a ValueError if the file is no text, has no name, or a name twice.
-    """
-    try:
-        names = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The class map {file} is no text: {describe(error)}") from error
-    if not names:
-        raise ValueError(f"The class map {file} names no class.")
-    if len(set(names)) < len(names):
-        raise ValueError(f"The class map {file} names a class twice.")
-    return names
 
 
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:

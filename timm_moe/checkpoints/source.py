@@ -161,6 +161,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     with _train_args_of(path):
         origins |= dict.fromkeys(state_preprocessing(model, train_args), "train.py's arguments")
     _prepare(model, spec, origins, str(path), name)
+    _keep_args_of_images(model, train_args, path)
     # Class names may belong to the folder or repository that training started from.
     cfg = get_pretrained_cfg(model)
     set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
@@ -318,6 +319,19 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
         _logger.warning(
             f"{source} does not say how images were prepared in its training; what timm has for {architecture} is a "
             f"guess: state {', '.join(guessed)}."
+        )
+
+
+def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
+    """Keep on the model what train.py was told of its images and timm's config has no place for."""
+    stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map")}
+    kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
+    model.args_of_images = kept  # type: ignore[assignment]
+    mode = kept.get("input_img_mode")
+    if mode not in (None, "RGB", "L"):
+        _logger.warning(
+            f"The images of {path} have the mode {mode!r} (train.py's arguments), which config.json cannot state: "
+            "with an exported model, pass --input-img-mode to timm's scripts again."
         )
 
 
