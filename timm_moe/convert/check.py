@@ -1,15 +1,19 @@
-"""Check on a few rows that a network treats each row independently, so that it can become experts."""
+"""Check that a network can become experts: its weights are its own, and a few rows show that it treats each by itself."""
 
 import contextlib
 import copy
+import re
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
 from timm.models.tiny_vit import NormMlp
 from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from ..layers import MoeMlp
+from ..layers import Experts, MoeMlp
 from .split import ResidualFfn, SplitFfn
 
 #: timm's feed-forward networks, which are known to treat rows independently; older versions of timm have fewer.
@@ -19,6 +23,16 @@ with contextlib.suppress(ImportError):
 
     FFN_CLASSES += (Gemma4GatedMlp,)
 
+#: Where the parts of a network are defined that is known without a try: they treat rows independently in both modes.
+_KNOWN = ("timm.", *(f"torch.nn.modules.{part}" for part in ("activation", "container", "dropout", "linear", "normal")))
+#: Hooks that compute a weight before each forward, and what takes them off.
+_HOOKS: dict[type, str] = {
+    WeightNorm: "torch.nn.utils.remove_weight_norm",
+    SpectralNorm: "torch.nn.utils.remove_spectral_norm",
+    prune.BasePruningMethod: "torch.nn.utils.prune.remove",
+}
+#: Names of a dropout's rate.
+_RATE = re.compile(r"^p$|drop")
 #: Largest difference between a row's outputs in two batches, relative to the largest output: float32 rounding.
 TOLERANCE = 1e-4
 
@@ -29,6 +43,39 @@ def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
     if reason:
         parts = " with ".join(network._modules) if isinstance(network, SplitFfn) else f"a {type(network).__name__}"
         raise ValueError(f"{path}, {parts}, cannot become experts: {reason}.")
+
+
+def is_known(network: nn.Module) -> bool:
+    """Tell if timm or torch defines all parts of a network of timm, so that it need not be tried on rows."""
+    parts = (part.forward.__module__ for part in map(type, network.modules()))
+    return type(network) in FFN_CLASSES and all(module.startswith(_KNOWN) for module in parts)
+
+
+def check_weights(path: str, network: nn.Module) -> None:
+    """Raise ValueError, with the remedy, if a part of a network computes its weights from others or has adapters.
+
+    Each of these tensors would be stacked and averaged by itself.
+    """
+    for name, module in network.named_modules():
+        found = computed_by(module)
+        if found:
+            what, remedy = found
+            raise ValueError(f"{f'{path}.{name}'.strip('.')} {what}, so it cannot become experts: {remedy} first.")
+
+
+def computed_by(module: nn.Module) -> tuple[str, str] | None:
+    """Say what computes the weights of a module and what ends it, or return None."""
+    if type(module).__module__.partition(".")[0] == "peft" or hasattr(module, "lora_A"):
+        return "has adapters", "merge them by model = model.merge_and_unload()"
+    if parametrize.is_parametrized(module):
+        return "is parametrized", "take that off by torch.nn.utils.parametrize.remove_parametrizations"
+    if hasattr(module, "_hf_hook") and any(parameter.is_meta for parameter in module.parameters()):
+        return "is offloaded", "bring its weights back by accelerate.hooks.remove_hook_from_submodules(model)"
+    for hook in module._forward_pre_hooks.values():
+        for kind, remove in _HOOKS.items():
+            if isinstance(hook, kind):
+                return f"has a hook that computes its weights ({type(hook).__name__})", f"take that off by {remove}"
+    return None
 
 
 def row_width(network: nn.Module) -> int:
@@ -65,37 +112,78 @@ def _unfit(model: nn.Module, network: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _mixing(network: nn.Module) -> str | None:
-    """Return what is wrong with a network's outputs of a few rows in eval mode.
+    """Return what is wrong with a network's outputs of a few rows, in eval mode or in training.
 
-    The weights are random: ones at or near zero would hide that rows mix.
+    The weights are random: ones at or near zero would hide that rows mix. Dropout is left out.
     """
     width, generator = row_width(network), torch.Generator().manual_seed(0)
-    probe = copy.deepcopy(network).eval().float()
+    probe = copy.deepcopy(network).float()
     if next(probe.parameters()).is_meta:
         probe = probe.to_empty(device="cpu")
     for weight in probe.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
+    for module in probe.modules():
+        rates = [name for name, value in vars(module).items() if isinstance(value, float) and _RATE.search(name)]
+        vars(module).update(dict.fromkeys(rates, 0.0))
     x = torch.randn(4, width, generator=generator).to(next(probe.parameters()).device)
-    try:
-        y = probe(x)
-        if not isinstance(y, Tensor):
-            return f"it returns a {type(y).__name__} and not a tensor"
-        if y.shape[:-1] != x.shape[:-1]:
-            return f"it makes {tuple(y.shape)} of rows of shape {tuple(x.shape)}, which changes their number"
-        if not _equal(probe(x), y):
-            return "its outputs are random in eval mode"
-        if isinstance(probe, ResidualFfn) and not probe.adds_the_residual(x):
-            return "its last part does more with the residual than to add it"
-        order = torch.tensor([2, 0, 3, 1], device=x.device)
-        parts = torch.cat([probe(part) for part in x.split(2)])
-        if not (_equal(probe(x[order]), y[order]) and _equal(parts, y)):
-            return "it mixes rows, so what it makes of a token depends on the others"
-        if not _equal(probe(x.view(2, 2, width)), y.view(2, 2, -1)):
-            return "it mixes rows, so what it makes of a token depends on how many there are of each image"
-    except Exception as error:  # a foreign network may raise anything
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"it cannot be called with rows (n, width) alone, here {tuple(x.shape)} ({line})"
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        experts = Experts(probe, 2, "independent")
+        for training in (False, True):
+            state = _state(probe)
+            try:
+                reason = _wrong_rows(probe.train(training), experts.train(training), x)
+            except Exception as error:  # a foreign network may raise anything
+                line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = f"it cannot be called with rows (n, width) alone, here {tuple(x.shape)} ({line})"
+            if reason:
+                return reason + " in training mode" * training
+            changed = next((name for name, value in _state(probe).items() if state.get(name) != value), None)
+            if changed:
+                return f"its forward changes {changed}, which each expert would have to have for itself"
     return None
+
+
+def _wrong_rows(network: nn.Module, experts: Experts, x: Tensor) -> str | None:
+    """Return what is wrong with the outputs of rows (4, D), of a network and of two experts that it is the first of."""
+    y = network(x)
+    if not isinstance(y, Tensor):
+        return f"it returns a {type(y).__name__} and not a tensor"
+    if y.shape[:-1] != x.shape[:-1]:
+        return f"it makes {tuple(y.shape)} of rows of shape {tuple(x.shape)}, which changes their number"
+    if not _equal(network(x), y):
+        return _mixes_random_rows(network, x) if network.training else "its outputs are random in eval mode"
+    if isinstance(network, ResidualFfn) and not network.adds_the_residual(x):
+        return "its last part does more with the residual than to add it"
+    order = torch.tensor([2, 0, 3, 1], device=x.device)
+    parts = torch.cat([network(part) for part in x.split(2)])
+    if not (_equal(network(x[order]), y[order]) and _equal(parts, y)):
+        return "it mixes rows, so what it makes of a token depends on the others"
+    if not _equal(network(x.view(2, 2, -1)), y.view(2, 2, -1)):
+        return "it mixes rows, so what it makes of a token depends on how many there are of each image"
+    if not _equal(experts.run(x, torch.tensor([2, 4], device=x.device))[:2], y[:2]):
+        return "an expert does not compute what it does, since it uses weights otherwise than by its modules"
+    return None
+
+
+def _mixes_random_rows(network: nn.Module, x: Tensor) -> str | None:
+    """Look at the derivatives of the first row's outputs, as two forwards cannot be compared."""
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(network(leaf)[0].square().sum(), leaf, allow_unused=True)
+    is_mixed = gradient is not None and gradient[1:].any()
+    return "it mixes rows, so what it makes of a token depends on the others" if is_mixed else None
+
+
+def _state(network: nn.Module) -> dict[str, str]:
+    """Describe what the modules with weights hold beside tensors; modules without weights are shared by all experts."""
+    own = vars(nn.Module()).keys()
+    return {
+        f"{path}.{name}".strip("."): repr(value)
+        for path, module in network.named_modules()
+        if next(module.parameters(), None) is not None
+        for name, value in vars(module).items()
+        if name not in own
+    }
 
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:

@@ -4,7 +4,7 @@ Shape suffixes: N rows at the experts, D width, E experts.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 
@@ -52,8 +52,8 @@ class Stacked(StackedParameters):
     It is called for its weights, so that hooks and wrappers act: offloading, spectral norm, pruning, PEFT's adapters.
     """
 
-    def forward(self, names: Iterable[str]) -> list[Tensor]:
-        return [getattr(self, name) for name in names]
+    def forward(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in names)  # torch's backward hooks know no lists
 
 
 class Experts(StackedParameters):
@@ -104,7 +104,7 @@ class Experts(StackedParameters):
                 module.p = float(expert_dropout)
         #: Shapes (E, ...) of the stacked parameters, by their dense names, where no wrapper (FSDP1) holds them in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
-        self._weights: dict[str, list[str]] = {}  # names of the weights, by the path of the module that holds them
+        self._weights: dict[str, tuple[str, ...]] = {}  # names of the weights, by the path of the module that holds them
         for path, parameter in ffn.named_parameters():
             module_path, _, name = path.rpartition(".")
             stacked = _stack(parameter.detach(), num_experts, expert_init)
@@ -112,7 +112,7 @@ class Experts(StackedParameters):
             self._check_name(module, name)
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
             self.stacked_shapes[path] = stacked.shape
-            self._weights.setdefault(module_path, []).append(name)
+            self._weights[module_path] = (*self._weights.get(module_path, ()), name)
         self._shared = _without_weights(self._ffn)
         for path in self._shared:
             module_path, _, name = path.rpartition(".")
