@@ -60,8 +60,8 @@ class Experts(StackedParameters):
     """E copies of a feed-forward network, stacked along a new first dimension.
 
     Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E, H, D). Loading a
-    dense state dict gives every expert a copy of it (sparse upcycling). Modules without weights, such as activations and
-    dropouts, are submodules that all experts share; replacing one changes the experts.
+    dense state dict gives every expert a copy of it (sparse upcycling). Modules without weights, such as activations
+    and dropouts, are submodules that all experts share; replacing one changes the experts.
 
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
@@ -102,9 +102,10 @@ class Experts(StackedParameters):
                 raise ValueError(f"expert_dropout must lie between 0 and 1, got {expert_dropout!r}.")
             for _, module in dropouts(self._ffn):
                 module.p = float(expert_dropout)
-        #: Shapes (E, ...) of the stacked parameters, by their dense names, where no wrapper (FSDP1) holds them in pieces.
+        #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may hold them in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
-        self._weights: dict[str, tuple[str, ...]] = {}  # names of the weights, by the path of the module that holds them
+        #: Names of the weights of each module inside, by its path.
+        self._weights: dict[str, tuple[str, ...]] = {}
         for path, parameter in ffn.named_parameters():
             module_path, _, name = path.rpartition(".")
             stacked = _stack(parameter.detach(), num_experts, expert_init)
@@ -113,7 +114,7 @@ class Experts(StackedParameters):
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
             self.stacked_shapes[path] = stacked.shape
             self._weights[module_path] = (*self._weights.get(module_path, ()), name)
-        self._shared = _without_weights(self._ffn)
+        self._shared = _without_weights(self._ffn)  # paths of the modules that all experts share
         for path in self._shared:
             module_path, _, name = path.rpartition(".")
             parent = self._submodule(module_path)
@@ -133,8 +134,8 @@ class Experts(StackedParameters):
         """Raise ValueError if a part of the network would take the place of something that its layer needs."""
         if hasattr(module, name) or (module is self and name in LATER):
             raise ValueError(
-                f"A {type(self._ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their layer "
-                "needs this name: rename the part."
+                f"A {type(self._ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
+                "layer needs this name: rename the part."
             )
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -164,8 +165,7 @@ class Experts(StackedParameters):
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in self.stacked_shapes)
-        return [path for path in paths if path and _has_adapters(attrgetter(path)(self))]
+        return [path for path in self._weights if path and _has_adapters(attrgetter(path)(self))]
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
@@ -176,8 +176,9 @@ class Experts(StackedParameters):
     def _require_merged(self, adapted: list[str]) -> None:
         if adapted:
             raise ValueError(
-                f"{adapted[0]} of the experts in {getattr(self, 'path', '') or 'an expert layer'} has adapters, which "
-                "would be left out: merge first, model = model.merge_and_unload()."
+                f"{adapted[0]} of the experts in {getattr(self, 'path', '') or 'an expert layer'} has adapters or "
+                "computed weights, which would be left out: merge first, model = model.merge_and_unload(), or take off "
+                "what computes them (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)."
             )
 
     @property

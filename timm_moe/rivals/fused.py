@@ -123,7 +123,7 @@ class FusedMlp(MoeMlp):
         with no_autocast(weights_E):
             for name, stacked in self.expert_weights().items():
                 wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
-                summed = weights_E.to(wide.dtype) @ wide.flatten(1)
+                summed = weights_E.to(wide.dtype) @ wide.reshape(self.num_experts, -1)
                 fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
         return fused
 
