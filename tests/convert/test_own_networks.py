@@ -87,6 +87,32 @@ class HiddenReference(Own):
         return self.plain(x) + self.hidden[0].weight.sum()
 
 
+class BoundMethod(Own):
+    """Calls a submodule past its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.fc1.forward
+
+    def forward(self, x):
+        return self.fc2(self.act(self.first(x)))
+
+
+#: A weight of another part of the model.
+OUTSIDE = torch.ones(1, requires_grad=True)
+
+
+class Temperature(nn.Module):
+    """An activation with a weight of somebody else's."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = {"weight": OUTSIDE}
+
+    def forward(self, x):
+        return x.relu() * self.others["weight"]
+
+
 class WithoutAutocast(Own):
     def forward(self, x):
         with torch.autocast("cpu", enabled=False):
@@ -149,7 +175,8 @@ REFUSED = {
     MixesNoiseInTraining: "it mixes rows, .* in training mode",
     Counts: "its forward changes calls, which each expert would have to have for itself",
     CountsInTraining: "its forward changes seen",
-    HiddenReference: "an expert would not compute the same, as it does not find all weights in its submodules",
+    HiddenReference: "it holds weights in hidden, where torch does not see them, so experts would not either",
+    BoundMethod: "an expert would not compute the same, as it does not find all weights in its submodules",
 }
 
 
@@ -171,6 +198,14 @@ def test_a_part_of_a_known_network_that_mixes_rows_is_refused(part, named):
     }
     with pytest.raises(ValueError, match="it mixes rows" if named else "no numbered block with an mlp"):
         convert(lambda: Mlp(8, 12, **{part: parts[part]}), named)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_activation_with_weights_of_others_is_refused(named):
+    with pytest.raises(
+        ValueError, match="it holds weights in act.others" if named else "no numbered block with an mlp"
+    ):
+        convert(lambda: Mlp(8, 12, act_layer=Temperature), named)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import re
+from collections.abc import Iterator
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -23,8 +24,12 @@ with contextlib.suppress(ImportError):
 
     FFN_CLASSES += (Gemma4GatedMlp,)
 
-#: Where the parts of a network are defined that is known without a try: they treat rows independently in both modes.
-_KNOWN = ("timm.", *(f"torch.nn.modules.{part}" for part in ("activation", "container", "dropout", "linear", "normal")))
+#: Beginnings of the names of classes that treat rows independently in both modes.
+_KNOWN = (
+    *(f"torch.nn.modules.{name}" for name in ("activation.", "container.", "dropout.", "linear.")),
+    *(f"torch.nn.modules.normalization.{name}" for name in ("LayerNorm", "RMSNorm")),
+    *(f"timm.layers.{name}" for name in ("activations", "norm.LayerNorm", "norm.RmsNorm")),
+)
 #: Hooks that compute a weight before each forward, and what takes them off.
 _HOOKS: dict[type, str] = {
     WeightNorm: "torch.nn.utils.remove_weight_norm",
@@ -46,15 +51,21 @@ def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
 
 
 def is_known(network: nn.Module) -> bool:
-    """Tell if timm or torch defines all parts of a network of timm, so that it need not be tried on rows."""
-    parts = (part.forward.__module__ for part in map(type, network.modules()))
-    return type(network) in FFN_CLASSES and all(module.startswith(_KNOWN) for module in parts)
+    """Tell if a network and its parts are of well-known classes, so that it need not be tried on rows."""
+    return type(network) in FFN_CLASSES and all(map(_is_known_part, network.modules()))
+
+
+def _is_known_part(part: nn.Module) -> bool:
+    kind = type(part)
+    if hasattr(part, "dim") or kind.forward.__module__ != kind.__module__:  # a softmax over rows, a patched class
+        return False
+    return kind in FFN_CLASSES or f"{kind.__module__}.{kind.__qualname__}".startswith(_KNOWN)
 
 
 def check_weights(path: str, network: nn.Module) -> None:
     """Raise ValueError, with the remedy, if a part of a network computes its weights from others or has adapters.
 
-    Each of these tensors would be stacked and averaged by itself.
+    Each of these tensors would be stacked and averaged by itself, or the old weights would be used.
     """
     prefix = path.rpartition(".")[0] if isinstance(network, SplitFfn) else path
     for name, module in network.named_modules():
@@ -70,8 +81,8 @@ def computed_by(module: nn.Module) -> tuple[str, str] | None:
         return "has adapters", "merge them by model = model.merge_and_unload()"
     if parametrize.is_parametrized(module):
         return "is parametrized", "take that off by torch.nn.utils.parametrize.remove_parametrizations"
-    if hasattr(module, "_hf_hook") and any(parameter.is_meta for parameter in module.parameters()):
-        return "is offloaded", "bring its weights back by accelerate.hooks.remove_hook_from_submodules(model)"
+    if "forward" in vars(module):
+        return "has a forward bound to it", "take that off (accelerate.hooks.remove_hook_from_submodules)"
     for hook in module._forward_pre_hooks.values():
         for kind, remove in _HOOKS.items():
             if isinstance(hook, kind):
@@ -104,6 +115,10 @@ def _unfit(model: nn.Module, network: nn.Module) -> str | None:
         return "it has no parameters"
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
+    for name, value in _python_attributes(network):
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(x, nn.Module) or (isinstance(x, Tensor) and x.requires_grad) for x in values):
+            return f"it holds weights in {name}, where torch does not see them, so experts would not either"
     own, first = {id(parameter) for parameter in network.parameters()}, {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and name not in first:
@@ -185,16 +200,18 @@ def _mixes_random_rows(network: nn.Module, x: Tensor) -> str | None:
     return "it mixes rows, so what it makes of a token depends on the others" if is_mixed else None
 
 
+def _python_attributes(network: nn.Module, shared: bool = True) -> Iterator[tuple[str, object]]:
+    """List what the modules hold that torch does not know of, by name; or leave out modules that experts share."""
+    of_torch = vars(nn.Module()).keys()
+    for path, module in network.named_modules():
+        if shared or next(module.parameters(), None) is not None:
+            for name in vars(module).keys() - of_torch:
+                yield f"{path}.{name}".strip("."), vars(module)[name]
+
+
 def _state(network: nn.Module) -> dict[str, str]:
-    """Describe what the modules with weights hold beside tensors; modules without weights are shared by all experts."""
-    own = vars(nn.Module()).keys()
-    return {
-        f"{path}.{name}".strip("."): repr(value)
-        for path, module in network.named_modules()
-        if next(module.parameters(), None) is not None
-        for name, value in vars(module).items()
-        if name not in own
-    }
+    """Describe what the modules with weights hold beside tensors."""
+    return {name: repr(value) for name, value in _python_attributes(network, shared=False)}
 
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:
