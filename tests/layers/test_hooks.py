@@ -275,6 +275,16 @@ def test_nothing_is_made_of_weights_that_are_elsewhere(tmp_path):
     torch.testing.assert_close(timm_moe.to_dense(offloaded)(images), plain(images))
 
 
+@every_layer
+@pytest.mark.parametrize("training", [True, False])
+def test_experts_without_values_give_no_outputs(kind, training, x):
+    layer = layer_of(kind).train(training)
+    layer.fc1.to("meta")
+    layer.fc2.to("meta")
+    with pytest.raises(RuntimeError, match="device"):
+        output(layer, x)
+
+
 def test_operators_refuse_tensors_of_two_devices():
     x, weight, bias, end = torch.randn(5, 8), torch.randn(2, 6, 8), torch.randn(2, 6), torch.tensor([2, 5])
     for number, arguments in enumerate([(x, weight, bias, end)] * 4):

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import re
 from collections.abc import Iterator
 
 import torch
@@ -36,8 +35,6 @@ _HOOKS: dict[type, str] = {
     SpectralNorm: "torch.nn.utils.remove_spectral_norm",
     prune.BasePruningMethod: "torch.nn.utils.prune.remove",
 }
-#: Names of a dropout's rate.
-_RATE = re.compile(r"^p$|drop")
 #: Largest difference between a row's outputs in two batches, relative to the largest output: float32 rounding.
 TOLERANCE = 1e-4
 
@@ -77,7 +74,7 @@ def check_weights(path: str, network: nn.Module) -> None:
 
 def computed_by(module: nn.Module) -> tuple[str, str] | None:
     """Say what computes the weights of a module and what ends it, or return None."""
-    if type(module).__module__.partition(".")[0] == "peft" or hasattr(module, "lora_A"):
+    if type(module).__module__.partition(".")[0] in ("peft", "adapters") or hasattr(module, "lora_A"):
         return "has adapters", "merge them by model = model.merge_and_unload()"
     if parametrize.is_parametrized(module):
         return "is parametrized", "take that off by torch.nn.utils.parametrize.remove_parametrizations"
@@ -139,8 +136,9 @@ def _mixing(network: nn.Module) -> str | None:
     for weight in probe.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
     for module in probe.modules():
-        rates = [name for name, value in vars(module).items() if isinstance(value, float) and _RATE.search(name)]
-        vars(module).update(dict.fromkeys(rates, 0.0))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in f"{type(module).__name__}.{name}".lower():
+                setattr(module, name, 0.0)
     x = torch.randn(4, width, generator=generator).to(next(probe.parameters()).device)
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         experts = Experts(probe, 2, "independent")
