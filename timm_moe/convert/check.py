@@ -138,7 +138,7 @@ def _mixing(network: nn.Module) -> str | None:
     for module in probe.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "drop" in f"{type(module).__name__}.{name}".lower():
-                setattr(module, name, 0.0)
+                vars(module)[name] = 0.0
     x = torch.randn(4, width, generator=generator).to(next(probe.parameters()).device)
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         experts = Experts(probe, 2, "independent")

@@ -123,9 +123,7 @@ class FusedMlp(MoeMlp):
         with no_autocast(weights_E):
             for name, stacked in self.expert_weights().items():
                 if stacked.device != weights_E.device:  # torch multiplies weights on meta to what nobody wrote
-                    raise RuntimeError(
-                        f"{name} is on {stacked.device}, the weights that fuse it on {weights_E.device}."
-                    )
+                    raise RuntimeError(f"{name} and its weight are on different devices: move the model to one device.")
                 wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
                 summed = weights_E.to(wide.dtype) @ wide.reshape(self.num_experts, -1)
                 fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
