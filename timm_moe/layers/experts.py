@@ -17,6 +17,8 @@ from .grouped import sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent")
+#: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a call only.
+FREEING = ("FullyShardedDataParallel", "FSDPStacked")
 #: Names that a layer gets after its experts.
 LATER = ("router", "path", "shared", "shared_init", "share_rate", "share_schedule")
 
@@ -100,8 +102,8 @@ class Experts(StackedParameters):
             is_number = isinstance(expert_dropout, (int, float)) and not isinstance(expert_dropout, bool)
             if not is_number or not 0 <= expert_dropout <= 1:
                 raise ValueError(f"expert_dropout must lie between 0 and 1, got {expert_dropout!r}.")
-            for _, module in dropouts(self._ffn):
-                module.p = float(expert_dropout)
+            for _, dropout in dropouts(self._ffn):
+                dropout.p = float(expert_dropout)
         #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may hold them in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
         #: Names of the weights of each module inside, by its path.
@@ -145,15 +147,21 @@ class Experts(StackedParameters):
     def expert_weights(self) -> dict[str, Tensor]:
         """The weights that the experts compute with, (E, ...), by their dense names.
 
-        Each module inside is called once for its weights, so that its hooks and PEFT's adapters take part.
+        Each module inside is called once for its weights, so that its hooks and PEFT's adapters take part. RuntimeError
+        if it frees them after the call.
         """
         weights: dict[str, Tensor] = {}
         for path, names in self._weights.items():
-            if path:
-                stacked = attrgetter(path)(self)(names)
-                weights.update(zip((f"{path}.{name}" for name in names), stacked, strict=True))
-            else:
+            if not path:
                 weights.update((name, getattr(self, name)) for name in names)
+                continue
+            module = attrgetter(path)(self)
+            if type(module).__name__ in FREEING:
+                raise RuntimeError(
+                    f"{path} of the experts in {self._place()} is sharded by itself, so its weights are freed before "
+                    "the experts compute: shard the expert layer or its block instead."
+                )
+            weights.update(zip((f"{path}.{name}" for name in names), module(names), strict=True))
         return weights
 
     def _shared_modules(self) -> dict[str, nn.Module]:
@@ -176,10 +184,14 @@ class Experts(StackedParameters):
     def _require_merged(self, adapted: list[str]) -> None:
         if adapted:
             raise ValueError(
-                f"{adapted[0]} of the experts in {getattr(self, 'path', '') or 'an expert layer'} has adapters or "
-                "computed weights, which would be left out: merge first, model = model.merge_and_unload(), or take off "
-                "what computes them (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)."
+                f"{adapted[0]} of the experts in {self._place()} has adapters or computed weights, which would be left "
+                "out: merge first, model = model.merge_and_unload(), or take off what computes them "
+                "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)."
             )
+
+    def _place(self) -> str:
+        """The name of the layer in its model, for messages."""
+        return getattr(self, "path", "") or "an expert layer"
 
     @property
     def is_grouped(self) -> bool:
