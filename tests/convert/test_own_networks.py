@@ -284,3 +284,18 @@ def test_parts_with_a_name_of_the_layer_are_refused_by_name(name, kind):
 
     with pytest.raises(ValueError, match=f"part called '{name}' cannot be stacked into experts.*rename the part"):
         convert(make)
+
+
+@pytest.mark.parametrize("network", [Scalar, Counts])
+def test_a_network_is_tried_wherever_it_is_made(network):
+    """Under the meta device as default, with parameters there or on the CPU."""
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Vit(network)
+        with torch.device("meta"):
+            if network is Counts:
+                with pytest.raises(ValueError, match="its forward changes calls"):
+                    timm_moe.convert_to_moe(model, modules=r"blocks\.\d\.mlp")
+                continue
+            timm_moe.convert_to_moe(model, modules=r"blocks\.\d\.mlp")
+        assert {parameter.device.type for parameter in model.parameters()} == {device}

@@ -28,6 +28,7 @@ _KNOWN = (
     *(f"torch.nn.modules.{name}" for name in ("activation.", "container.", "dropout.", "linear.")),
     *(f"torch.nn.modules.normalization.{name}" for name in ("LayerNorm", "RMSNorm")),
     *(f"timm.layers.{name}" for name in ("activations", "norm.LayerNorm", "norm.RmsNorm")),
+    "timm.models.metaformer.StarReLU",
 )
 #: Hooks that compute a weight before each forward, and what takes them off.
 _HOOKS: dict[type, str] = {
@@ -129,18 +130,20 @@ def _mixing(network: nn.Module) -> str | None:
 
     The weights are random: ones at or near zero would hide that rows mix. Dropout is left out.
     """
-    width, generator = row_width(network), torch.Generator().manual_seed(0)
-    probe = copy.deepcopy(network).float()
-    if next(probe.parameters()).is_meta:
-        probe = probe.to_empty(device="cpu")
-    for weight in probe.parameters():
-        weight.copy_(torch.randn(weight.shape, generator=generator) / width**0.5)
-    for module in probe.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and "drop" in f"{type(module).__name__}.{name}".lower():
-                vars(module)[name] = 0.0
-    x = torch.randn(4, width, generator=generator).to(next(probe.parameters()).device)
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+    width, place = row_width(network), next(network.parameters()).device
+    place = torch.device("cpu") if place.type == "meta" else place
+    with place, torch.random.fork_rng([place] if place.type == "cuda" else []):
+        probe = copy.deepcopy(network).float()
+        if next(probe.parameters()).is_meta:
+            probe = probe.to_empty(device=place)
+        generator = torch.Generator("cpu").manual_seed(0)
+        for weight in probe.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") / width**0.5)
+        for module in probe.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, float) and "drop" in f"{type(module).__name__}.{name}".lower():
+                    vars(module)[name] = 0.0
+        x = torch.randn(4, width, generator=generator, device="cpu").to(place)
         experts = Experts(probe, 2, "independent")
         for training in (False, True):
             state = _state(probe)
