@@ -269,7 +269,20 @@ def test_scalar_parameters(router):
     torch.testing.assert_close(timm_moe.to_dense(model)(x), other(x))
 
 
-NAMES = ("router", "shared", "run", "path", "train", "each", "num_experts", "expert_init", "replaced", "forward")
+NAMES = (
+    "router",
+    "shared",
+    "run",
+    "path",
+    "train",
+    "each",
+    "num_experts",
+    "expert_init",
+    "replaced",
+    "forward",
+    "_shared",
+    "_weights",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -108,6 +108,7 @@ class Experts(StackedParameters):
         self.stacked_shapes: dict[str, torch.Size] = {}
         #: Names of the weights of each module inside, by its path.
         self._weights: dict[str, tuple[str, ...]] = {}
+        self._shared = _without_weights(self._ffn)  # paths of the modules that all experts share
         for path, parameter in ffn.named_parameters():
             module_path, _, name = path.rpartition(".")
             stacked = _stack(parameter.detach(), num_experts, expert_init)
@@ -116,7 +117,6 @@ class Experts(StackedParameters):
             module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
             self.stacked_shapes[path] = stacked.shape
             self._weights[module_path] = (*self._weights.get(module_path, ()), name)
-        self._shared = _without_weights(self._ffn)  # paths of the modules that all experts share
         for path in self._shared:
             module_path, _, name = path.rpartition(".")
             parent = self._submodule(module_path)
