@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 
 def call(network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:
     """Run ``network`` with these parameters, buffers and submodules instead of its own.
 
-    functional_call changes the module during the call, which threads (nn.DataParallel) and torch.jit.trace do not
-    allow. So only torch.compile takes it; elsewhere a shallow copy of the network holds the tensors.
+    A shallow copy of the network holds them. To change the network during the call, as torch's functional_call does, is
+    not possible in threads (nn.DataParallel) and in torch.jit.trace.
     """
-    if torch.compiler.is_compiling():
-        put_modules(network, modules)
-        return functional_call(network, dict(tensors), (x,))
     return _with_others(network, tensors, modules)(x)
 
 
