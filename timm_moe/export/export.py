@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import ModelSpec, load_source
 from ..console import printable
 from ..convert.blocks import copy_sharing_tensors, moe_layers, require_in_one_process, unwrapped
-from ..convert.dense import to_dense_
+from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
@@ -175,6 +175,7 @@ def _load(
 ) -> _Candidate:
     """Load and check a source for export by a method, or with its experts if the method is None."""
     model = _load_model(source, settings)
+    require_weights(model)
     if method is None and not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
     if method is None and not is_registered_here(architecture_of(model)):

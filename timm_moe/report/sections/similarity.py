@@ -57,7 +57,9 @@ def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inferen
             model(x)
     similarities = []
     for path, layer in layers.items():
-        weights_ED = torch.cat([stacked.float().flatten(1) for stacked in whole_experts(layer).values()], 1)
+        weights_ED = torch.cat(
+            [stacked.float().reshape(layer.num_experts, -1) for stacked in whole_experts(layer).values()], 1
+        )
         outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
         cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
         similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
