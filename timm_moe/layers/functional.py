@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+#: torch 2.6 has no such function.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
 
 def call(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     """Run ``network`` with these parameters and buffers instead of its own.
