@@ -1,6 +1,7 @@
 """Equally many slots for each expert, as on GPUs, and the host's waits for a GPU, without one."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -12,9 +13,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from timm_moe.layers import EnsembleRouter, EwaMlp, ImageRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter
+from timm_moe.layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    TopKRouter,
+    grouped,
+)
 from timm_moe.layers import dispatch as dispatch_module
-from timm_moe.layers import grouped
 from timm_moe.layers import routers as routers_module
 
 WIDTH = 8
@@ -191,3 +200,20 @@ def test_waits_of_a_forward_pass(name, amp):
                 assert model(images).is_cuda
             assert waits.number == expected * len(calls)
             calls.clear()
+
+
+def test_operators_of_a_gpu_and_their_backward_formulas_read_nothing():
+    with FakeTensorMode(), Waits() as waits:
+        x, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((12, 16), (3, 8, 16)))
+        bias, end = (
+            torch.empty(3, 8, dtype=torch.bfloat16, device="cuda"),
+            torch.empty(3, dtype=torch.long, device="cuda"),
+        )
+        y = grouped._linear_on_gpu(x, weight, bias, end)
+        product, total = grouped._outer_on_gpu(y, x, end, True)
+        linear = SimpleNamespace(saved_tensors=(x, weight, end), needs_input_grad=(True, True, True, False))
+        outer = SimpleNamespace(saved_tensors=(y, x, end), needs_input_grad=(True, True, False, False), with_sum=True)
+        gradients = [*grouped._Linear.backward(linear, y)[:3], *grouped._Outer.backward(outer, product, total)[:2]]
+    assert [tuple(tensor.shape) for tensor in (y, product, total)] == [(12, 8), (3, 8, 16), (3, 8)]
+    assert [tuple(tensor.shape) for tensor in gradients] == [(12, 16), (3, 8, 16), (3, 8), (12, 8), (12, 16)]
+    assert waits.number == 0
