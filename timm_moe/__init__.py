@@ -54,13 +54,9 @@ __all__ = [
     "to_dense",
 ]
 
-#: What a training run does not need is imported at first use: every process that imports timm imports this package.
-_AT_FIRST_USE = ("export_dense", "push_dense", "push_moe")
 
-
+# What a training run does not need is imported at first use: every process that imports timm imports this package.
 def __getattr__(name: str) -> Any:
-    if name == "checkpoints":
-        return import_module(".checkpoints", __name__)
-    if name not in _AT_FIRST_USE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(callbacks, name)
+    return import_module(".checkpoints", __name__) if name == "checkpoints" else getattr(callbacks, name)

@@ -37,11 +37,9 @@ __all__ = [
     "start_averaging",
 ]
 
-#: What comes after a run is imported at first use: every process that imports timm imports this package.
-_AT_FIRST_USE = ("export_dense", "export_moe", "push_dense", "push_moe")
 
-
+# What comes after a run is imported at first use: every process that imports timm imports this package.
 def __getattr__(name: str) -> Any:
-    if name not in _AT_FIRST_USE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(".export", __package__), name)

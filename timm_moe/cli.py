@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -20,14 +21,14 @@ from .analysis.routes import check_output, write_routes
 from .analysis.routes import table as routes_table
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages, pair_files, read_class_names
-from .checkpoints.source import ModelSpec, describe, load_source
+from .checkpoints.source import ModelSpec, describe, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
 from .export.export import export_dense, export_moe
-from .export.push import client_output, folder_of, push_dense, push_folder, push_moe
-from .files import check_writable, write_json
-from .info import ModelInfo, is_named_after_stock, is_registered_here, measure, model_info, registered_models
-from .model_config import Preprocessing, get_pretrained_cfg, preprocessing
+from .export.push import client_output, push_dense, push_folder, push_moe
+from .files import check_folder, check_writable, write_json
+from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models
+from .model_config import get_pretrained_cfg, preprocessing
 from .papers.benefits import moe_benefits
 from .papers.norms import norm_divergence
 from .papers.papers import comparisons
@@ -116,8 +117,9 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
-    mean, std = (None if value is None else tuple(value) for value in (args.mean, args.std))
-    images = Preprocessing(args.img_size, mean, std, args.crop_pct, args.crop_mode, args.interpolation or None)
+    names = ("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
+    stated = {name: value for name in names if (value := getattr(args, name)) not in (None, "")}
+    images = {name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}
     return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
@@ -138,9 +140,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
     print("\n".join([*args.sources, table(result)]))
     if args.json:
-        write_json(
-            args.json, {**_settings(args, "sources", "ood_data_dir", "ood_split", "mc_dropout"), "metrics": result}
-        )
+        write_json(args.json, {**_settings(args), "metrics": result})
 
 
 def _fewshot(args: argparse.Namespace) -> None:
@@ -153,8 +153,7 @@ def _fewshot(args: argparse.Namespace) -> None:
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     print("\n".join([*args.sources, fewshot_table(results)]))
     if args.json:
-        settings = _settings(args, "sources", "train_split", "shots", "draws", "seed")
-        write_json(args.json, {**settings, "results": [asdict(result) for result in results]})
+        write_json(args.json, {**_settings(args), "results": [asdict(result) for result in results]})
 
 
 def _benefits(args: argparse.Namespace) -> None:
@@ -193,8 +192,7 @@ def _routes(args: argparse.Namespace) -> None:
         (model,) = load_classifiers([args.source], images, **loading)
         all_routes = collect_routes(model, images, loading["inference"])
     summary = summarize_all(all_routes, args.threshold)
-    settings = _settings(args, "source", "threshold", "segmentation", "ignore_index")
-    settings["split"] = args.split if args.segmentation is None else None
+    settings = {**_settings(args), "split": args.split if args.segmentation is None else None}
     write_routes(all_routes, {**settings, **summary}, args.output_dir)
     print("\n".join([args.source, routes_table(summary)]))
 
@@ -216,10 +214,10 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
 
 def _report(args: argparse.Namespace) -> None:
     try:
-        from .report import check_report, write_report
+        from .report import FILE, write_report
     except ModuleNotFoundError as error:
         raise ImportError(f"The report needs {error.name}: pip install 'timm_moe[report]'.") from error
-    check_report(args.output_dir, args.overwrite)
+    check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
     print(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
@@ -232,13 +230,10 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return options by name, and the options of all commands that run a checkpoint on images."""
-    common = (
-        *("data_dir", "split", "class_map", "batch_size", "amp", "use_ema", "model", "num_classes", "model_kwargs"),
-        *("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"),
-    )
-    return {name: getattr(args, name) for name in (*names, *common)}
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a result depends on."""
+    others = ("command", "output_dir", "json", "overwrite", "workers", "device", "amp_dtype", "version")
+    return {name: value for name, value in vars(args).items() if name not in others}
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -255,55 +250,27 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    info, norms, as_registered = _measured(args)
-    evaluated = "exported" if info.exported is not None else "evaluation"
-    rows = {
-        "input": "x".join(str(size) for size in info.input_size),
-        "experts": _experts(info),
-        **({"expert layers": ", ".join(info.moe_layers)} if info.moe_layers else {}),
-        "parameters, training": f"{info.total:,}",
-        "parameters, activated": f"{info.activated:,} per token",
-        **({} if info.exported is None else {"parameters, exported": f"{info.exported:,}"}),
-        f"GFLOPs, {evaluated}": f"{info.gflops:.3f} per image ({info.gflops / 2:.3f} GMACs)",
-        **({"LayerNorm divergence": f"{norms} (WideNet, eq. 9)"} if norms else {}),
-    }
+    spec, norms = ModelSpec(args.name, args.num_classes, args.model_kwargs), ""
+    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
+    if is_model(args.model) or not is_path:
+        info, as_registered = model_info(args.model, **spec.args()), not args.model_kwargs
+    else:
+        model = load_source(args.model, spec)
+        with suppress(ValueError):  # norms that cannot be compared
+            norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
+        name = get_pretrained_cfg(model)["architecture"]
+        info = measure(model.to("meta"), name)
+        # as registered but for the number of classes
+        as_registered = not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
+    rows = info.rows()
+    if norms:
+        rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
     print(info.name)
     for label, value in rows.items():
         print(f"  {label:<22} {value}")
     other = f"prints no figures for these options; for the registered ones: timm-moe info {info.name}"
     for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
         print(f"  {label:<22} {text}")
-
-
-def _measured(args: argparse.Namespace) -> tuple[ModelInfo, str, bool]:
-    """Measure a registered name or the model of a file, and the divergence of the norms of a file's weights.
-
-    The last value says whether the model is as registered but for the number of classes.
-    """
-    spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
-    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
-    if is_model(args.model) or not is_path:
-        return model_info(args.model, **spec.args()), "", not args.model_kwargs
-    model = load_source(args.model, spec)
-    try:
-        norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
-    except ValueError:  # they cannot be compared
-        norms = ""
-    name = get_pretrained_cfg(model)["architecture"]
-    info = measure(model.to("meta"), name)
-    return info, norms, not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
-
-
-def _experts(info: ModelInfo) -> str:
-    if not info.moe_layers:
-        return "none"
-    layers = f"in each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "in one layer"
-    text = f"{info.num_experts} {layers}, the model has {info.blocks} blocks"
-    if info.exported is not None:  # each token goes to some expert, no matter to which
-        return text
-    if info.members > 1:
-        return f"{text}; {info.members} members, a token of each takes {info.top_k}"
-    return f"{text}, {'an image' if info.routing_unit == 'image' else 'a token'} takes {info.top_k}"
 
 
 def _import_vmoe(args: argparse.Namespace) -> None:

@@ -123,10 +123,10 @@ def run_demo(output: str, epochs: int) -> None:
 def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Load training and test set of scikit-learn's digits: images (N, 1, 8, 8) in [-1, 1] and labels (N,)."""
     digits = load_digits()
-    images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1
-    labels = torch.from_numpy(digits.target).long()
-    train, test = train_test_split(np.arange(len(labels)), test_size=500, random_state=0, stratify=digits.target)
-    return (images[train], labels[train]), (images[test], labels[test])
+    images = digits.images[:, None].astype(np.float32) / 8 - 1
+    parts = train_test_split(images, digits.target, test_size=500, random_state=0, stratify=digits.target)
+    train, test, train_labels, test_labels = map(torch.from_numpy, parts)
+    return (train, train_labels), (test, test_labels)
 
 
 def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor], seed: int = 0) -> None:

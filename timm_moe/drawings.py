@@ -35,19 +35,15 @@ class Panel:
         corner = (x - width / 2 + 0.1, y - height / 2 + 0.1)
         look: dict[str, Any] = dict(boxstyle="round,pad=0.1,rounding_size=0.15", facecolor=colour, edgecolor=INK)
         self.axes.add_patch(FancyBboxPatch(corner, width - 0.2, height - 0.2, **look))
-        red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+        red, green, blue = bytes.fromhex(colour[1:])
         readable = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else INK
         self.axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=readable)
         return x, y
 
     def tokens(self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55) -> list[float]:
         """Draw a row of tokens around x, and return the x of each."""
-        from matplotlib.patches import Rectangle
-
         places = [x + (index - (len(colours) - 1) / 2) * size * 1.35 for index in range(len(colours))]
-        for place, colour in zip(places, colours, strict=True):
-            corner = (place - size / 2, y - size / 2)
-            self.axes.add_patch(Rectangle(corner, size, size, facecolor=colour, edgecolor=INK, linewidth=0.8))
+        self.axes.bar(places, size, size, y - size / 2, color=colours, edgecolor=INK, linewidth=0.8)
         return places
 
     def arrow(

@@ -1,6 +1,7 @@
 """Sizes of a model: all parameters, the parameters a token passes through, and the cost of an image."""
 
 import difflib
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,47 +21,56 @@ from .model_config import model_input_size, shown
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of an expert model, or of a model of this package without experts.
-
-    Attributes:
-        blocks: number of blocks that could hold an expert layer; in WideNet all share one.
-        num_experts: experts in each layer.
-        top_k: experts that a token passes through in training.
-        members: members of the ensemble inside the model; each routes its own tokens.
-        total: parameters in training.
-        activated: parameters that one token passes through in training.
-        exported: parameters of the dense model, or None if the experts stay routed in evaluation.
-        gflops: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two (timm's GMACs
-            are half). Routed experts take every token K times.
-        input_size: (channels, height, width) of that image.
-    """
+    """Sizes of an expert model, or of a model of this package without experts."""
 
     name: str
     moe_layers: list[str]
-    blocks: int
-    num_experts: int
-    top_k: int
+    blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
+    num_experts: int  #: experts in each layer
+    top_k: int  #: experts that a token passes through in training
     routing_unit: str
-    members: int
-    total: int
-    activated: int
-    exported: int | None
+    members: int  #: members of the ensemble inside the model; each routes its own tokens
+    total: int  #: parameters in training
+    activated: int  #: parameters that one token passes through in training
+    exported: int | None  #: parameters of the dense model, or None if the experts stay routed in evaluation
+    #: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two (timm's GMACs are half);
+    #: routed experts take every token K times
     gflops: float
-    input_size: tuple[int, ...]
+    input_size: tuple[int, ...]  #: (channels, height, width) of that image
+
+    def rows(self) -> dict[str, str]:
+        """Write the sizes, by labels to show."""
+        evaluated = "exported" if self.exported is not None else "evaluation"
+        return {
+            "input": "x".join(str(size) for size in self.input_size),
+            "experts": self._experts(),
+            **({"expert layers": ", ".join(self.moe_layers)} if self.moe_layers else {}),
+            "parameters, training": f"{self.total:,}",
+            "parameters, activated": f"{self.activated:,} per token",
+            **({} if self.exported is None else {"parameters, exported": f"{self.exported:,}"}),
+            f"GFLOPs, {evaluated}": f"{self.gflops:.3f} per image ({self.gflops / 2:.3f} GMACs)",
+        }
+
+    def _experts(self) -> str:
+        if not self.moe_layers:
+            return "none"
+        layers = f"in each of {len(self.moe_layers)} layers" if len(self.moe_layers) > 1 else "in one layer"
+        text = f"{self.num_experts} {layers}, the model has {self.blocks} blocks"
+        if self.exported is not None:  # each token goes to some expert, no matter to which
+            return text
+        if self.members > 1:
+            return f"{text}; {self.members} members, a token of each takes {self.top_k}"
+        return f"{text}, {'an image' if self.routing_unit == 'image' else 'a token'} takes {self.top_k}"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply-adds of a forward for one image by kind, ``attention`` its two products alone, and outputs of norms."""
+    """Multiply-adds of a forward for one image, and the number of outputs of its layer norms."""
 
-    convolution: float
-    linear: float
-    attention: float
+    macs: float
+    convolution: float  #: the part in convolutions
+    attention: float  #: the part in attention's two products
     norm: float
-
-    @property
-    def macs(self) -> float:
-        return self.convolution + self.linear + self.attention
 
 
 def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
@@ -168,18 +178,14 @@ def training_flops(model: nn.Module) -> float:
 
 
 def _forward_cost(model: nn.Module, batch: int) -> Cost:
-    normed: list[int] = []
     model.requires_grad_(False)  # FlopCounterMode fails on views of parameters between modules (PiT's class token)
-    with ExitStack() as hooks, FlopCounterMode(display=False) as counter, torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                count = module.register_forward_hook(lambda _module, _inputs, output: normed.append(output.numel()))
-                hooks.callback(count.remove)
+    norms = {torch.ops.aten.native_layer_norm: lambda *_, out_shape, **__: math.prod(out_shape[0])}
+    with FlopCounterMode(display=False, custom_mapping=norms) as counter, torch.no_grad():
         model(torch.empty(batch, *model_input_size(model), device="meta"))
-    macs = {"convolution": 0.0, "linear": 0.0, "attention": 0.0}
-    for operator, flops in counter.get_flop_counts()["Global"].items():
-        name = str(operator)
-        attends = "bmm" in name or "scaled_dot_product" in name
-        kind = "convolution" if "convolution" in name else "attention" if attends else "linear"
-        macs[kind] += flops / 2 / batch
-    return Cost(**macs, norm=sum(normed) / batch)
+    counts = {str(operator): number / batch for operator, number in counter.get_flop_counts()["Global"].items()}
+    norm = counts.pop("aten.native_layer_norm", 0)
+
+    def macs(*operators: str) -> float:
+        return sum(flops / 2 for name, flops in counts.items() if any(part in name for part in operators))
+
+    return Cost(macs(""), macs("convolution"), macs("bmm", "scaled_dot_product"), norm)

@@ -1,39 +1,34 @@
 """The pretrained config that timm keeps on a model: origin of the weights, input size, preprocessing."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import timm.models
 from timm.data import resolve_data_config
 from torch import nn
 
-#: Largest plausible side of an image, in pixels.
-_LARGEST_SIDE = 8192
+Check = Callable[[Any], bool]
 
 
-def _is_number(value: Any, lowest: float, highest: float, types: tuple[type, ...] = (int, float)) -> bool:
-    return type(value) in types and lowest <= value <= highest
+def _number(lowest: float, highest: float, types: tuple[type, ...] = (int, float)) -> Check:
+    return lambda value: type(value) in types and lowest <= value <= highest
 
 
-def _are_numbers(value: Any, *limits: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(_is_number(part, *limits) for part in value)
+def _numbers(is_possible: Check) -> Check:
+    return lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_possible, value))
 
 
-_SIDE = (1, _LARGEST_SIDE, (int,))
+_SIDE, _SIDES = _number(1, 8192, (int,)), _numbers(_number(1, 8192, (int,)))
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
+_SIZE = (lambda value: _SIDES(value) and len(value) == 3, "channels, height and width, each from 1 to 8192")
+_CROP = (_number(0.05, 2), "a number from 0.05 to 2")
 #: For entries of the preprocessing a test of the value, and a description of possible values.
-_SIZE = (
-    lambda value: _are_numbers(value, *_SIDE) and len(value) == 3,
-    f"channels, height and width, each from 1 to {_LARGEST_SIDE}",
-)
-_CROP = (lambda value: _is_number(value, 0.05, 2), "a number from 0.05 to 2")
-_PREPROCESSING: dict[str, tuple[Callable[[Any], bool], str]] = {
+_PREPROCESSING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
-    "img_size": (lambda value: _is_number(value, *_SIDE), f"an integer from 1 to {_LARGEST_SIDE}"),
-    "mean": (lambda value: _are_numbers(value, -1e3, 1e3), "finite numbers from -1000 to 1000"),
-    "std": (lambda value: _are_numbers(value, 1e-6, 1e3), "finite numbers above 0, from 1e-6 to 1000"),
+    "img_size": (_SIDE, "an integer from 1 to 8192"),
+    "mean": (_numbers(_number(-1e3, 1e3)), "finite numbers from -1000 to 1000"),
+    "std": (_numbers(_number(1e-6, 1e3)), "finite numbers above 0, from 1e-6 to 1000"),
     **dict.fromkeys(("crop_pct", "test_crop_pct"), _CROP),
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),
@@ -59,33 +54,6 @@ def shown(value: Any) -> str:
     """Shorten any value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]} ..."
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Stated part of the preprocessing of a model's images, under the names of timm's scripts.
-
-    Attributes:
-        img_size: height and width in pixels.
-        mean, std: of the pixels (from 0 to 1) of each channel, or of all channels.
-        crop_pct: side of the crop, as a share of the resized image's side.
-
-    Raises:
-        ValueError: if a value is impossible.
-    """
-
-    img_size: int | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    crop_pct: float | None = None
-    crop_mode: str | None = None
-    interpolation: str | None = None
-
-    def __post_init__(self) -> None:
-        check_preprocessing(vars(self))
-
-    def stated(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:

@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 Schedule = Callable[[float, float], float]
 
-LATE_START = 0.7
-LATE_FIRST_RATE = 0.002
-
 
 def linear(progress: float, share_rate: float) -> float:
     """Rise from 0 to share_rate over the whole run, the paper's default."""
@@ -28,7 +25,7 @@ def early(progress: float, share_rate: float) -> float:
 
 def late(progress: float, share_rate: float) -> float:
     """Keep a small rate until 70 % of the run, so that the experts stay apart, then share_rate (not in the paper)."""
-    return share_rate if progress >= LATE_START else min(LATE_FIRST_RATE, share_rate)
+    return share_rate if progress >= 0.7 else min(0.002, share_rate)
 
 
 SCHEDULES: dict[str, Schedule] = {"linear": linear, "constant": constant, "early": early, "late": late}

@@ -20,7 +20,7 @@ from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.checkpoints.stated import architecture_arguments
 from timm_moe.files import write_json
 from timm_moe.info import registered_models
-from timm_moe.model_config import Preprocessing, preprocessing
+from timm_moe.model_config import preprocessing
 from timm_moe_cli import main
 
 OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
@@ -252,12 +252,12 @@ def test_preprocessing_is_told_with_its_origin(ewa_vit, tmp_path, capsys, caplog
 
 def test_weights_alone_make_preprocessing_a_guess(ewa_vit, tmp_path, caplog):
     save_file(ewa_vit.state_dict(), tmp_path / "a.safetensors")
-    load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, Preprocessing(mean=(0.5,))))
+    load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, dict(mean=(0.5,))))
     (warning,) = warnings(caplog)
     assert "a.safetensors does not say how images were prepared in its training" in warning
     assert warning.endswith("is a guess: state --std, --crop-pct, --interpolation.")
     caplog.clear()
-    stated = Preprocessing(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
+    stated = dict(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
     load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, stated))
     tagged = "vit_tiny_ewa_moe.augreg_in21k_ft_in1k"  # whose preprocessing was asked for by that
     assert preprocessing(load_source(tmp_path / "a.safetensors", ModelSpec(tagged, 5, OPTIONS)))["mean"] == (0.5,) * 3
@@ -274,7 +274,7 @@ def test_a_config_that_says_nothing_of_images_makes_it_a_guess(folder, caplog):
 def test_what_is_stated_holds_for_validate_py_too(ewa_vit):
     """It prefers entries for tests, which were those of other weights."""
     ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "test_crop_pct": 1.0, "test_input_size": (3, 48, 48)}
-    model = load_source(ewa_vit, ModelSpec(preprocessing=Preprocessing(crop_pct=0.7, img_size=32)))
+    model = load_source(ewa_vit, ModelSpec(preprocessing=dict(crop_pct=0.7, img_size=32)))
     config = timm.data.resolve_data_config({}, model=model, use_test_size=True)
     assert (config["crop_pct"], config["input_size"]) == (0.7, (3, 32, 32))
     assert ewa_vit.pretrained_cfg["test_crop_pct"] == 1.0  # the caller's is what it was
@@ -307,7 +307,7 @@ def test_preprocessing_that_cannot_be(ewa_vit, tmp_path, capsys, option, message
 def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
     torch.save(dense_vit.state_dict(), tmp_path / "a.pth")
     torch.save({"state_dict": dense_vit.state_dict()}, tmp_path / "b.pth")
-    stated = Preprocessing(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
+    stated = dict(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
     for file in ("a.pth", "b.pth"):
         caplog.clear()
         load_source(tmp_path / file, ModelSpec("vit_tiny_moe", 5, OPTIONS, stated))

@@ -1,6 +1,7 @@
 """Routers plug in: by a registered name, a spec or a callable, with nothing of the package edited."""
 
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -195,3 +196,31 @@ check_arguments("vit_small_ewa_moe", dict(router="norm", per_image=True), "a fil
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr
+
+
+UNTRAINED = {
+    "one of them, renormalised": dict(gate_mode="renorm", aux_loss_weight=0),
+    "without a gate": dict(gate_mode="one", aux_loss_weight=0, top_k=2),
+    "of an image": dict(gate_mode="renorm", aux_loss_weight=0.0, routing_unit="image"),
+}
+TRAINED = {
+    "by its loss": dict(gate_mode="renorm"),
+    "by its gates": dict(aux_loss_weight=0),
+    "by the gates of two": dict(gate_mode="renorm", top_k=2, aux_loss_weight=0),
+    "without a choice": dict(gate_mode="one", top_k=4, aux_loss_weight=0),
+}
+
+
+@pytest.mark.parametrize("how", UNTRAINED)
+def test_a_router_that_nothing_would_train_is_named(how):
+    with pytest.warns(UserWarning, match=r"all gates are one.*aux_loss_weight above 0\), or take gate_mode='prob'"):
+        timm_moe.convert_to_moe(
+            timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **UNTRAINED[how]
+        )
+
+
+@pytest.mark.parametrize("how", TRAINED)
+def test_a_router_that_something_trains_is_not(how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        timm_moe.convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **TRAINED[how])

@@ -20,7 +20,6 @@ from timm_moe.checkpoints.source import ModelSpec
 from timm_moe.export import outputs as outputs_module
 from timm_moe.export.export import export_dense, export_moe
 from timm_moe.export.push import push_dense, push_moe
-from timm_moe.model_config import Preprocessing
 
 pytestmark = [pytest.mark.ci]
 
@@ -223,7 +222,7 @@ def test_a_wrapper_of_a_timm_model(transformers, tmp_path, images):
     torch.testing.assert_close(again(images).logits, wrapper(images).logits, rtol=1e-5, atol=1e-6)
     assert list(again.config.id2label.values()) == names
     wrapper.config.id2label = {number: f"LABEL_{number}" for number in range(5)}
-    export_dense(wrapper, tmp_path / "unnamed", spec=ModelSpec(preprocessing=Preprocessing(crop_pct=0.75)))
+    export_dense(wrapper, tmp_path / "unnamed", spec=ModelSpec(preprocessing=dict(crop_pct=0.75)))
     config = json.loads((tmp_path / "unnamed/config.json").read_text())
     assert config["pretrained_cfg"]["crop_pct"] == 0.75
     assert "label_names" not in config

@@ -315,21 +315,3 @@ def test_bad_options(options, message):
 def test_a_network_with_buffers_is_refused():
     with pytest.raises(ValueError, match="buffers"):
         EwaMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), 2)
-
-
-def test_under_autocast_matrices_are_cast_once_and_nothing_changes(monkeypatch):
-    torch.manual_seed(0)
-    layer, x = EwaMlp(Mlp(16, 32), 4), torch.randn(3, 10, 16)
-
-    def outputs_and_gradients():
-        torch.manual_seed(1)
-        layer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        y.float().square().sum().backward()
-        return [y, *(parameter.grad for parameter in layer.parameters())]
-
-    at_once = outputs_and_gradients()
-    monkeypatch.setattr("timm_moe.layers.experts._autocast", lambda stacked: stacked)
-    for got, expected in zip(at_once, outputs_and_gradients(), strict=True):
-        assert torch.equal(got, expected)

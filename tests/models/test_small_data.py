@@ -20,7 +20,7 @@ from timm_moe.models.locality import (
     ShiftedPatchMerging,
     ShiftedPooling,
 )
-from timm_moe.models.tokens_to_token import TokensToTokenEmbed
+from timm_moe.models.tokens_to_token import TokenAttention, TokensToTokenEmbed
 
 SL = dict(shifted_patches=True, locality_attention=True)
 #: Each family, made small: dense name, name with experts, arguments, the stock model.
@@ -159,6 +159,30 @@ def test_locality_window_attention_token_by_token(masked):
     ]
     actual = attention(x, mask) if masked else attention(x)
     np.testing.assert_allclose(actual.detach().numpy(), np.stack(expected), atol=1e-9)
+
+
+ALONE = {
+    "ViT": lambda: LocalityAttention(8, num_heads=2),
+    "Swin": lambda: LocalityWindowAttention(8, num_heads=2, window_size=1),
+    "T2T": lambda: TokenAttention(8, 8, locality=True),
+}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_token_without_others_attends_to_itself(kind, dtype, autocast):
+    """The authors' mask is finite."""
+    attention = randomize(ALONE[kind]().to(dtype))
+    x = torch.randn(3, 1, 8, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        y = attention(x)
+        value = attention.qkv(x).chunk(3, -1)[2]
+        expected = attention.proj(value) + (value if kind == "T2T" else 0)
+    narrowest = torch.finfo(y.dtype if autocast is None or dtype == torch.float64 else autocast).eps
+    torch.testing.assert_close(y, expected, rtol=0, atol=4 * narrowest * expected.abs().max().item())
+    y.float().sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def norm_and_linear(width, out):

@@ -55,7 +55,7 @@ def test_nothing_of_a_name_becomes_code(report):
     text = report.read_text()
     assert "<script><b>" not in text
     assert "&lt;script&gt;&lt;b&gt;chair" in text
-    assert "\\u003cscript>\\u003cb>chair" in text
+    assert "\\u003cscript\\u003e\\u003cb\\u003echair" in text
 
 
 def test_the_command(splits, tmp_path, capsys, monkeypatch):

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
+from timm_moe.training.optimizers import layers_of_trained_experts
 
 
 @pytest.mark.parametrize("left_out", [None, *sorted(EXPERTS)])
@@ -88,12 +89,25 @@ class Doubled(nn.Module):
 
 COMPUTED = {
     "pruned": lambda module: prune.random_unstructured(module, "weight", 0.5),
+    "weight norm by a hook": lambda module: nn.utils.weight_norm(module),
+    "spectral norm by a hook": lambda module: nn.utils.spectral_norm(module),
     "weight norm": lambda module: nn.utils.parametrizations.weight_norm(module),
     "parametrized": lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
 }
 
 
 @pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_the_optimizer_of_computed_experts_trains_their_layer(ewa_vit, how):
+    layers = [block.mlp for block in ewa_vit.blocks if hasattr(block.mlp, "router")]
+    for part in (layers[0].fc1, layers[0].fc2):
+        COMPUTED[how](part)
+    optimizer = torch.optim.SGD([parameter for parameter in layers[0].parameters() if parameter.ndim == 3], lr=0.1)
+    assert layers_of_trained_experts(optimizer, layers) == layers[:1]
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_experts_computed_from_other_parameters_are_refused(ewa_vit, how):
     for asked_before in (True, False):
         model = copy.deepcopy(ewa_vit)

@@ -12,6 +12,7 @@ import timm.scheduler
 import torch
 from common import ROOT, SMALL_VIT
 from processes import run_ranks
+from timm.layers import Mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +34,7 @@ from timm_moe import (
     moe_layers,
     to_dense,
 )
+from timm_moe.layers import EwaMlp
 from timm_moe.training.averaging import average_
 
 needs_fsdp_on_cpus = pytest.mark.skipif(
@@ -48,6 +50,25 @@ def start(rank, folder, processes=2):
     rendezvous = f"file://{folder}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
     return init_device_mesh("cpu", (processes,))
+
+
+def shard_a_part(rank, folder, by_fsdp2):
+    start(rank, folder)
+    torch.manual_seed(0)
+    layer = EwaMlp(Mlp(8, 12), 2).eval()
+    if by_fsdp2:
+        fully_shard(layer.fc1)
+    else:
+        layer.fc1 = FullyShardedDataParallel(layer.fc1, device_id=torch.device("cpu"))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fc1 of the experts .* sharded by itself.* its block"):
+        layer(torch.randn(2, 8))
+
+
+@needs_fsdp_on_cpus
+@pytest.mark.ci
+@pytest.mark.parametrize("by_fsdp2", [True, False])
+def test_a_part_of_the_experts_is_not_sharded_by_itself(tmp_path, by_fsdp2):
+    run_ranks(shard_a_part, (str(tmp_path), by_fsdp2), 2)
 
 
 def shard(model, mesh, **options):

@@ -26,19 +26,12 @@ PROGRESS_INTERVAL = 10.0
 
 @dataclass(frozen=True)
 class Inference:
-    """Settings of forwards.
+    """Settings of forwards."""
 
-    Attributes:
-        batch_size: images of a forward.
-        workers: processes that load images; 0 loads them in this one.
-        device: by default the GPU if there is one.
-        amp_dtype: type of autocast; by default there is none.
-    """
-
-    batch_size: int = 256
-    workers: int = 4
-    device: str | None = None
-    amp_dtype: torch.dtype | None = None
+    batch_size: int = 256  #: images of a forward
+    workers: int = 4  #: processes that load images; 0 loads them in this one
+    device: str | None = None  #: by default the GPU if there is one
+    amp_dtype: torch.dtype | None = None  #: type of autocast; by default there is none
 
     def torch_device(self) -> torch.device:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -84,8 +77,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
 
 def class_names(images: ImageDataset) -> list[str]:
     """List the classes in the order of their numbers."""
-    numbers: dict[str, int] = images.reader.class_to_idx
-    return sorted(numbers, key=numbers.__getitem__)
+    return list(images.reader.class_to_idx)
 
 
 def load_classifiers(
@@ -108,13 +100,12 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
-    names, found, folder = [*map(describe_source, sources)], class_names(images), Path(images.reader.root)
-    for name, model in zip(names, models, strict=True):
-        own, first = model.num_classes, models[0].num_classes
+    found, folder = class_names(images), Path(images.reader.root)
+    for source, model in zip(sources, models, strict=True):
+        name, own, first = describe_source(source), model.num_classes, models[0].num_classes
         if own != first:
-            raise ValueError(
-                f"{name} has {own} classes, but {names[0]} has {first}: the members of an ensemble need the same."
-            )
+            others = f"{describe_source(sources[0])} has {first}: the members of an ensemble need the same."
+            raise ValueError(f"{name} has {own} classes, but {others}")
         if own != len(found):
             raise ValueError(f"{folder} has {len(found)} classes, but {name} has {own}.")
         stated = get_pretrained_cfg(model).get("label_names") or found
@@ -140,10 +131,7 @@ def batches(
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
 
-    Models of the same preprocessing share a loader.
-
-    Raises:
-        ValueError: if an image cannot be read.
+    Models of the same preprocessing share a loader. An image that cannot be read is a ValueError.
     """
     configs = [preprocessing(model) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
@@ -166,8 +154,7 @@ def batches(
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:
     """Yield the batches of a loader of so many images, and log the progress.
 
-    Raises:
-        ValueError: if an image cannot be read, without the traceback that a worker process adds.
+    An image that cannot be read is a ValueError, without the traceback that a worker process adds.
     """
     done, logged = 0, time.monotonic()
     try:

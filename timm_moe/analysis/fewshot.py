@@ -23,6 +23,9 @@ _logger = logging.getLogger(__name__)
 
 #: Penalties of the regression; the best one is taken.
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
+#: Regressions: one on the features of all members side by side; of an ensemble also the mean of the members' own ones,
+#: and their mean by the inverse of :meth:`Ridge.left_out_error`.
+KINDS = ("joint", "disjoint", "weighted")
 #: Value of the constant feature; it is large, so that the bias is hardly penalised.
 CONSTANT = 100.0
 
@@ -38,22 +41,14 @@ class Folder:
 
 @dataclass(frozen=True)
 class Result:
-    """Accuracy on the test images after so many shots.
-
-    Attributes:
-        members: ``"joint"``, one regression on the features of all members side by side; ``"disjoint"``, the mean of
-            the members' regressions; or ``"weighted"``, their mean by the inverse of :meth:`Ridge.left_out_error`.
-        accuracy: mean over the draws, a share.
-        standard_error: of that mean; None of a single draw.
-        penalty: of the regression.
-    """
+    """Accuracy on the test images after so many shots."""
 
     folder: str
     shots: int
-    members: str
-    accuracy: float
-    standard_error: float | None
-    penalty: float
+    members: str  #: one of :data:`KINDS`
+    accuracy: float  #: mean over the draws, a share
+    standard_error: float | None  #: of that mean; None of a single draw
+    penalty: float  #: of the regression
 
 
 class Ridge:
@@ -140,20 +135,19 @@ def fewshot(
         _logger.info("%s: features of %s training and %s test images ...", folder.name, *counts)
         train, label = _features(named, folder.train, inference, used.tolist())
         test, expected = _features(named, folder.test, inference)
-        runs = []
+        rows = []
         for draw in range(draws):
             _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
             for number in shots:
                 chosen = place[draw, :, :number].flatten()
-                runs.append(_accuracies([x_ND[chosen] for x_ND in train], label[chosen], test, expected))
-        shape = (draws, len(shots))
-        tables.append({kind: torch.stack([run[kind] for run in runs]).unflatten(0, shape) for kind in runs[0]})
+                rows.append(_accuracies([x_ND[chosen] for x_ND in train], label[chosen], test, expected))
+        tables.append(torch.stack(rows).unflatten(0, (draws, len(shots))))
     results = []
-    for kind in tables[0]:
+    for kind, accuracies in zip(KINDS, torch.stack(tables).unbind(3), strict=False):
         for index, number in enumerate(shots):
-            best = _best_penalty(torch.cat([table[kind][:, index] for table in tables]))
-            for folder, table in zip(folders, tables, strict=True):
-                of_draws = table[kind][:, index, best]
+            best = _best_penalty(accuracies[:, :, index].flatten(0, 1))
+            for folder, accuracy_RSL in zip(folders, accuracies, strict=True):
+                of_draws = accuracy_RSL[:, index, best]
                 error = of_draws.std().item() / math.sqrt(draws) if draws > 1 else None
                 results.append(Result(folder.name, number, kind, of_draws.mean().item(), error, PENALTIES[best]))
     return results
@@ -182,20 +176,20 @@ def _checked_labels(folder: Folder, shots: int) -> Tensor:
     return labels
 
 
-def _accuracies(train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor) -> dict[str, Tensor]:
-    """(L,) accuracies by kind, from the features (N, D) of each member."""
+def _accuracies(train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor) -> Tensor:
+    """Accuracies (kinds, L), from the features (N, D) of each member."""
     num_classes = int(label.max()) + 1
     joint, test_ND = Ridge(torch.cat([*train], 1), label, num_classes), torch.cat([*test], 1)
     ridges = [Ridge(x_ND, label, num_classes) for x_ND in train] if len(train) > 1 else []
-    rows = []
+    columns = []
     for penalty in PENALTIES:
-        scores = {"joint": joint.scores(test_ND, penalty)}
+        scores = [joint.scores(test_ND, penalty)]
         if ridges:
             scores_MNC = torch.stack([ridge.scores(x_ND, penalty) for ridge, x_ND in zip(ridges, test, strict=True)])
             error_M = scores_MNC.new_tensor([ridge.left_out_error(penalty) for ridge in ridges])
-            scores |= {"disjoint": scores_MNC.sum(0), "weighted": (scores_MNC / error_M[:, None, None]).sum(0)}
-        rows.append({kind: (each.argmax(1) == expected).double().mean() for kind, each in scores.items()})
-    return {kind: torch.stack([row[kind] for row in rows]) for kind in rows[0]}
+            scores += [scores_MNC.sum(0), (scores_MNC / error_M[:, None, None]).sum(0)]
+        columns.append((torch.stack(scores).argmax(2) == expected).double().mean(1))
+    return torch.stack(columns, 1)
 
 
 @torch.inference_mode()

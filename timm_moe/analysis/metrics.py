@@ -4,7 +4,6 @@ Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) a
 (B, M, C) of the M members of an ensemble, which predicts the mean of their probabilities.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,10 +131,6 @@ class NormalizedDisagreement(Disagreement):
         return torch.where(self.total == 0, self.total, self.total / self.errors)
 
 
-#: Undoes rounding above 1, for which torchmetrics takes the whole batch for logits.
-_at_most_1 = partial(torch.clamp, max=1)
-
-
 class CalibrationError(MulticlassCalibrationError):
     """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
 
@@ -151,7 +146,7 @@ class CalibrationError(MulticlassCalibrationError):
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
         p_BC = ensemble_log_probabilities(log_probabilities(outputs, self.from_logits)).exp()
-        super().update(_at_most_1(p_BC), labels)
+        super().update(p_BC.clamp(max=1), labels)  # torchmetrics takes a batch with a value above 1 for logits
 
     def compute(self) -> Tensor:
         confidence = dim_zero_cat(self.confidences)
@@ -167,14 +162,14 @@ class AUROC(BinaryAUROC):
 
     def update(self, confidence: Tensor, is_in: Tensor) -> None:
         """Add the largest probabilities (B,) of a batch, and 1 for each image of the training distribution."""
-        super().update(_at_most_1(confidence), is_in)
+        super().update(confidence.clamp(max=1), is_in)  # as above
 
 
 class FPRAt95(BinaryROC):
     """False positive rate at the confidence that 95 % of the images of the training distribution reach."""
 
     def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        super().update(_at_most_1(confidence), is_in)
+        super().update(confidence.clamp(max=1), is_in)
 
     def compute(self) -> Tensor:  # type: ignore[override]
         false_positive_rate, true_positive_rate, _ = super().compute()

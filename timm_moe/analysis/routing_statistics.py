@@ -28,21 +28,14 @@ SHUFFLES = 10
 
 @dataclass(frozen=True)
 class RouterCall:
-    """One call of a router in evaluation.
+    """One call of a router in evaluation."""
 
-    Attributes:
-        name: of the expert layer, with the number of the call if a forward has several.
-        x: input of the router, of shape (B, ..., D).
-        kept_TK: experts of each row; E for a choice that was dropped.
-        chosen_TK: the same before capacities drop choices.
-    """
-
-    name: str
+    name: str  #: of the expert layer, with the number of the call if a forward has several
     layer: MoeMlp
-    x: Tensor
+    x: Tensor  #: (B, ..., D), input of the router
     routing: Routing
-    kept_TK: Tensor
-    chosen_TK: Tensor
+    kept_TK: Tensor  #: experts of each row; E for a choice that was dropped
+    chosen_TK: Tensor  #: the same before capacities drop choices
 
 
 class RouterWatcher(ExitStack):
@@ -76,11 +69,7 @@ class RouterWatcher(ExitStack):
         return self._calls
 
     def routes(self, class_name: Callable[[int], str], ignore_index: int | None = None) -> list["Routes"]:
-        """Give the routes of all batches, for each call of a forward.
-
-        Raises:
-            ValueError: if the label of every patch is ``ignore_index``.
-        """
+        """Give the routes of all batches by the calls of a forward; ValueError if all labels are ``ignore_index``."""
         numbers = torch.cat(self._labels)
         known = numbers != ignore_index if ignore_index is not None else torch.ones_like(numbers, dtype=torch.bool)
         if not known.any():
@@ -122,24 +111,15 @@ class RouterWatcher(ExitStack):
 
 @dataclass(frozen=True)
 class Routes:
-    """Experts that images, or their patches, chose in one call of a router, before capacities drop choices.
+    """Experts that images, or their patches, chose in one call of a router, before capacities drop choices."""
 
-    Attributes:
-        layer: name of the call.
-        top_k: experts of each row.
-        degree: number of sets of experts that a row can go to.
-        count_IME: choices of each image's rows for each expert. With labels of pixels an entry is a patch.
-        labels: (I,) class of each image, or patch, as an index of ``classes``, the names of those that are there.
-        image_I: (I,) number of the image that a patch is of; None where the entries are images.
-    """
-
-    layer: str
-    top_k: int
-    degree: int
-    count_IME: Tensor
-    labels: Tensor
-    classes: Sequence[str]
-    image_I: Tensor | None = None
+    layer: str  #: name of the call
+    top_k: int  #: experts of each row
+    degree: int  #: number of sets of experts that a row can go to
+    count_IME: Tensor  #: choices of each image's rows for each expert; with labels of pixels an entry is a patch
+    labels: Tensor  #: (I,) class of each image, or patch, as an index of ``classes``
+    classes: Sequence[str]  #: names of the classes that are there
+    image_I: Tensor | None = None  #: (I,) number of the image that a patch is of; None where the entries are images
 
     @property
     def members(self) -> int:
@@ -214,7 +194,7 @@ class Routes:
         return information, information / expert if expert > 0 else 0.0
 
 
-def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference | None = None) -> list[Routes]:
+def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference) -> list[Routes]:
     """Run a model on images and count the choices of its routers, in the order of their calls.
 
     The model is from :func:`timm_moe.analysis.data.load_classifiers`. A token is of the class of its image.
@@ -222,12 +202,11 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference 
     Raises:
         ValueError: if the model has no expert layers, or none with a router that depends on the images.
     """
-    inference = inference or Inference()
     of_images = ((x, label_B.cpu()) for (x,), label_B in batches([model], images, inference))
     return _watch(model, of_images, inference).routes(class_names(images).__getitem__)
 
 
-def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference | None = None) -> list[Routes]:
+def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference) -> list[Routes]:
     """Count the choices of a model's routers as :func:`collect_routes`, with a class for each patch.
 
     It is the class that most pixels of the patch have. Patches most of whose pixels have no class are left out, as are
@@ -237,7 +216,6 @@ def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Infe
         ValueError: as ``collect_routes``; if a router does not see the patches of the images one by one; if a pair of
             image and mask cannot be used; or if no patch has a class.
     """
-    inference = inference or Inference()
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     prefix = getattr(model, "num_prefix_tokens", None)
     if grid is None or prefix is None:

@@ -126,8 +126,7 @@ class MaskedImages(Dataset):
 def read_class_names(file: str | Path) -> list[str]:
     """Read the names of classes from a text file, a line for each, in the order of their numbers.
 
-    Raises:
-        ValueError: if the file is no text, has no name, or a name twice.
+    It is a ValueError if the file is no text, has no name, or a name twice.
     """
     try:
         names = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
@@ -143,8 +142,7 @@ def read_class_names(file: str | Path) -> list[str]:
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
     """Most frequent label of each patch in a grid of rows and columns, (B, P); the smallest of equally frequent ones.
 
-    Raises:
-        ValueError: if the patches do not divide the image.
+    It is a ValueError if the patches do not divide the image.
     """
     (_, height, width), (rows, columns) = labels_BHW.shape, grid
     if height % rows or width % columns:

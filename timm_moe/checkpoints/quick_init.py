@@ -23,16 +23,10 @@ class quick_init(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METHODS and args[0].numel() > _DRAWN and args[0].is_contiguous():
-            return _repeat(args[0], func(args[0].new_empty(_DRAWN), *args[1:], **kwargs))
+            numbers, size = func(args[0].new_empty(_DRAWN), *args[1:], **kwargs), args[0].numel()
+            args[0].detach().view(-1).copy_(numbers.repeat(size // _DRAWN + 1)[:size])
+            return args[0]
         if func in _INITS:
             with torch.no_grad():
                 return (args[0] if args else kwargs["tensor"]).zero_()
         return func(*args, **kwargs)
-
-
-def _repeat(tensor: Tensor, numbers: Tensor) -> Tensor:
-    flat = tensor.detach().view(-1)
-    whole = flat.shape[0] // _DRAWN * _DRAWN
-    flat[:whole].view(-1, _DRAWN).copy_(numbers)
-    flat[whole:].copy_(numbers[: flat.shape[0] - whole])
-    return tensor

@@ -37,7 +37,8 @@ class _Entry(NamedTuple):
     slices: dict[int, set[Slices]]
 
     def bytes_in(self, shard: int) -> int:
-        return sum(map(_volume, self.slices.get(shard, ()))) * self.dtype.itemsize
+        slices = self.slices.get(shard, ())
+        return sum(math.prod(stop - start for start, stop in part) for part in slices) * self.dtype.itemsize
 
 
 def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
@@ -67,27 +68,21 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index_file} is damaged, or no index of a sharded checkpoint.") from error
-    shard_files = _shard_files(prefix, shard_count)
     in_params = any(entry.path.startswith("params/") for entry in entries)
     wanted = {n: entry for n, entry in enumerate(entries) if entry.path.startswith("params/") or not in_params}
-    for shard, file in enumerate(shard_files):  # before memory is allocated for sizes that may be false
+    shard_files = list[Path]()
+    for shard in range(shard_count):  # before memory is allocated for sizes that may be false
+        file = Path(f"{prefix}.data-{shard:05d}-of-{shard_count:05d}")
+        if not file.is_file():
+            raise FileNotFoundError(f"The shard {file} is missing.")
+        shard_files.append(file)
         if sum(entry.bytes_in(shard) for entry in wanted.values()) > file.stat().st_size:
             raise ValueError(f"{file} is truncated, or belongs to another index.")
     arrays = {number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()}
     for shard, file in enumerate(shard_files):
-        if shard_count > 1:
-            _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
+        _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
         _read_shard(file, shard, wanted, arrays, len(entries))
     return {wanted[number].path.removeprefix("params/"): array for number, array in arrays.items()}
-
-
-def _shard_files(prefix: str, count: int) -> list[Path]:
-    files = []
-    for shard in range(count):
-        files.append(Path(f"{prefix}.data-{shard:05d}-of-{count:05d}"))
-        if not files[-1].is_file():
-            raise FileNotFoundError(f"The shard {files[-1]} is missing.")
-    return files
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -136,10 +131,6 @@ def _add_corners(balance: Counter[tuple[int, ...]], box: Slices, sign: int) -> N
         balance[tuple(bound for bound, _ in corner)] += sign * math.prod(side for _, side in corner)
 
 
-def _volume(part: Slices) -> int:
-    return math.prod(stop - start for start, stop in part)
-
-
 def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor], total: int) -> None:
     """Copy a shard's slices into the arrays; ``total`` counts all arrays of the index."""
     content = _unpack(file)
@@ -185,14 +176,11 @@ def _inner(extension: Any, kind: int) -> Any:
     return _unpackb(extension.data)
 
 
-def _unpack(file: Path) -> dict[str, Any]:
+def _unpack(file: Path) -> Any:
     try:
-        content = _unpackb(file.read_bytes())
+        return _unpackb(file.read_bytes())
     except (ValueError, TypeError) as error:  # msgpack's errors are ValueErrors
         raise ValueError(f"{file} is truncated or damaged.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is no part of a sharded checkpoint.")
-    return content
 
 
 def _unpackb(data: bytes) -> Any:

@@ -55,11 +55,7 @@ class Blueprint:
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
-    """Read a ``config.json`` in timm's layout, without the arguments that the user overrides.
-
-    Raises:
-        ValueError: if it is damaged, states no registered architecture, or states more than a file may.
-    """
+    """Read a ``config.json`` of timm without overridden arguments; ValueError if it states what no file may."""
     config = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise ValueError("it states no architecture of timm.")
@@ -70,7 +66,9 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
         raise ValueError(f"its model_args are {shown(args)}.")
     args = {name: value for name, value in args.items() if name not in overridden}
     check_arguments(architecture, args, "config.json")
-    return Blueprint(architecture, args, _pretrained_cfg(config, args.get("num_classes")))
+    cfg = _pretrained_cfg(config, args.get("num_classes"))
+    args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
+    return Blueprint(architecture, args, cfg)
 
 
 def _refuse_constant(text: str) -> None:
@@ -111,9 +109,7 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
                 "architecture: if you know it and want it, state it yourself with --model-kwargs."
             )
         if not _is_plain(value, _LONGEST_WORD):
-            raise ValueError(
-                f"{origin} states {name}={shown(value)}, but a file may state numbers, words and lists of them alone."
-            )
+            raise ValueError(f"{origin} states {name}={shown(value)}: a file may state only numbers, words and lists.")
 
 
 def _is_plain(value: Any, longest: int) -> bool:
@@ -134,7 +130,11 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
     entrypoint. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
-    return frozenset(filter(_is_architecture, names))
+    return frozenset(
+        name
+        for name in names.difference(_NO_ARCHITECTURE)
+        if not name.startswith(_NO_ARCHITECTURE_BEGIN) and not name.endswith(_NO_ARCHITECTURE_END)
+    )
 
 
 @functools.cache
@@ -148,11 +148,3 @@ def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
         if "num_classes" in arguments or is_dataclass(known):  # a model, or the options of one
             names |= arguments
     return frozenset(names)
-
-
-def _is_architecture(name: str) -> bool:
-    return (
-        name not in _NO_ARCHITECTURE
-        and not name.startswith(_NO_ARCHITECTURE_BEGIN)
-        and not name.endswith(_NO_ARCHITECTURE_END)
-    )

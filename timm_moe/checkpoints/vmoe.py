@@ -17,20 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
-from ..models.registration import vit_args
+from ..models.vision_transformer import vmoe_variants
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
-
-#: Registered models with their sizes; all have a hidden width of 4 D.
-_MODELS = {
-    "vmoe_s32": vit_args("vmoe_small", 32),
-    "vmoe_b32": vit_args("base", 32),
-    "vmoe_b16": vit_args("base", 16),
-    "vmoe_l32": vit_args("large", 32),
-    "vmoe_l16": vit_args("large", 16),
-    "vmoe_h14": vit_args("huge", 14),
-}
 
 
 def _same(array: Tensor) -> Tensor:
@@ -39,14 +29,6 @@ def _same(array: Tensor) -> Tensor:
 
 def _transposed(kernel: Tensor) -> Tensor:
     return kernel.mT  # (..., in, out) to (..., out, in)
-
-
-def _qkv_weight(*kernels: Tensor) -> Tensor:
-    return torch.cat([kernel.flatten(1, 2).mT for kernel in kernels])  # three of (D, h, d) to (3hd, D)
-
-
-def _qkv_bias(*biases: Tensor) -> Tensor:
-    return torch.cat([bias.flatten() for bias in biases])  # three of (h, d) to (3hd,)
 
 
 #: For each tensor in timm the path in the flax tree, and the function that makes it of the arrays there. The braces are
@@ -69,8 +51,9 @@ _OPTIONAL = ("pre_logits/", "head/")
 _PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "norm1.weight": ("LayerNorm_0/scale", _same),
     "norm1.bias": ("LayerNorm_0/bias", _same),
-    "attn.qkv.weight": ("SelfAttention/{}/kernel", _qkv_weight),
-    "attn.qkv.bias": ("SelfAttention/{}/bias", _qkv_bias),
+    # three of (D, h, d) to (3hd, D), and of (h, d) to (3hd,)
+    "attn.qkv.weight": ("SelfAttention/{}/kernel", lambda *three: torch.cat([part.flatten(1, 2).mT for part in three])),
+    "attn.qkv.bias": ("SelfAttention/{}/bias", lambda *three: torch.cat([part.flatten() for part in three])),
     "attn.proj.weight": ("SelfAttention/out/kernel", lambda kernel: kernel.flatten(0, 1).mT),
     "attn.proj.bias": ("SelfAttention/out/bias", _same),
     "norm2.weight": ("LayerNorm_1/scale", _same),
@@ -117,7 +100,13 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in paths)
             raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
-    _require_fit(state_dict, *model_from_flax(params))
+    name, kwargs = model_from_flax(params)
+    with torch.device("meta"):
+        expected = timm.create_model(name, **kwargs).state_dict()
+    for name, tensor in expected.items():
+        if name not in state_dict or state_dict[name].shape != tensor.shape:
+            found = tuple(state_dict[name].shape) if name in state_dict else "missing"
+            raise ValueError(f"The checkpoint fits no V-MoE: {name} should be {tuple(tensor.shape)}, it is {found}.")
     return state_dict
 
 
@@ -133,7 +122,7 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ValueError: if the arrays do not have the shapes of a V-MoE.
     """
     shapes = {path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()}
-    moe_blocks, depth = sorted(_moe_blocks(shapes)), len(_blocks(shapes))
+    moe_blocks, depth = sorted(_blocks(shapes, "Moe/")), len(_blocks(shapes))
     try:
         num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
         patch_size, _, in_chans, _ = shapes["embedding/kernel"]
@@ -144,7 +133,9 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError("The checkpoint's arrays have other shapes than a V-MoE's.") from error
     size = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads)
-    registered = next((name for name, args in _MODELS.items() if args == size and hidden == 4 * dim), None)
+    known = vmoe_variants("vmoe", "V-MoE", {}).items()  # all with a hidden width of 4 D
+    fit = (name for name, model in known if size.items() <= {**model.args, **model.own_size}.items())
+    registered = next(fit, None) if hidden == 4 * dim else None
     name, kwargs = registered or "vmoe_s32", dict[str, Any]()
     if len(router) == 3:
         name, kwargs = name.replace("vmoe", "vmoe_pbe"), {"ensemble_size": router[1]}
@@ -192,23 +183,19 @@ def _refuse_other_architectures(params: Mapping[str, Tensor]) -> None:
     for expected, block in enumerate(sorted(_blocks(params))):
         if block != expected:
             raise ValueError(f"The checkpoint has arrays of encoder block {block}, but none of block {expected}.")
-    if not _moe_blocks(params):
+    if not _blocks(params, "Moe/"):
         raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
 
 
-def _blocks(paths: Iterable[str]) -> set[int]:
-    return {int(match[1]) for match in map(_BLOCK.match, paths) if match}
-
-
-def _moe_blocks(paths: Iterable[str]) -> set[int]:
-    return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path[match.end() :].startswith("Moe/")}
+def _blocks(paths: Iterable[str], part: str = "") -> set[int]:
+    return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path.startswith(part, match.end())}
 
 
 def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callable[..., Tensor]]]:
     """Return, for every tensor of the model by its name in timm, the paths of its arrays and their conversion."""
     absent = tuple(part for part in _OPTIONAL if not any(path.startswith(part) for path in params))
     sources = {name: source for name, source in _MODEL.items() if not (absent and source[0].startswith(absent))}
-    moe_blocks = _moe_blocks(params)
+    moe_blocks = _blocks(params, "Moe/")
     for block in sorted(_blocks(params)):
         for name, (path, convert) in _PARTS.items():
             path = f"Moe/{path}" if block in moe_blocks and path.startswith("Mlp/") else path
@@ -231,13 +218,3 @@ def _tensor(array: Any) -> Tensor:
     if array.dtype.name == "bfloat16":  # ml_dtypes' type, which torch does not take
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(array))  # a copy: JAX's arrays cannot be written to
-
-
-def _require_fit(state_dict: dict[str, Tensor], name: str, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError unless the model takes exactly these tensors."""
-    with torch.device("meta"):
-        expected = timm.create_model(name, **kwargs).state_dict()
-    for key, tensor in expected.items():
-        if key not in state_dict or state_dict[key].shape != tensor.shape:
-            found = tuple(state_dict[key].shape) if key in state_dict else "missing"
-            raise ValueError(f"The checkpoint fits no V-MoE: {key} should be {tuple(tensor.shape)}, it is {found}.")

@@ -12,7 +12,7 @@ from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, begin_for
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import ModelT, put, select_blocks
-from .check import row_width
+from .check import check_weights, row_width
 from .find import Modules, find_networks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
 
@@ -138,6 +138,7 @@ def _chosen_networks(
     for path, ffn in chosen.items():
         if isinstance(ffn, MoeMlp):
             raise ValueError(f"{path} is an expert layer already.")
+        check_weights(path, ffn)
     return chosen
 
 

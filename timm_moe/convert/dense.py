@@ -24,10 +24,12 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
-        ValueError: if the model has no expert layers or holds them in pieces (FSDP1), the method is unknown or does not
-            fit the networks (only ``"average"`` fits fused ones), or ``svd_ratio`` is not above 0 and at most 1.
+        ValueError: if the model has no expert layers or holds them in pieces (FSDP1), some of its weights are elsewhere
+            (offloaded by accelerate), the method is unknown or does not fit the networks (only ``"average"`` fits fused
+            ones), or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
+    require_weights(model, or_none=True)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # deepcopy leaves them alone
     for layer in memo.values():
         whole_experts(layer)  # raises
@@ -39,6 +41,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 
     The model has no wrappers. If gathering fails at a later layer, the earlier ones stay dense.
     """
+    require_weights(model, or_none=True)
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
     if not layers:
@@ -62,6 +65,17 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
         if restore is not None:
             restore()
     return model
+
+
+def require_weights(model: nn.Module, or_none: bool = False) -> None:
+    """Raise ValueError if weights are offloaded or were not loaded; ``or_none`` allows a model wholly on meta."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if missing and (is_offloaded or not or_none or len(missing) < len(list(model.parameters()))):
+        raise ValueError(
+            f"{missing[0]} has no values here, since it is offloaded or was not loaded: load the whole model, or bring "
+            "offloaded weights back by accelerate.hooks.remove_hook_from_submodules(model)."
+        )
 
 
 @contextlib.contextmanager

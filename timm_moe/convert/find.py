@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.ops import MLP
 
 from ..layers import MoeMlp
-from .check import FFN_CLASSES, check_network
+from .check import FFN_CLASSES, check_network, check_weights, computed_by, is_known
 from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
@@ -46,14 +46,17 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     found: dict[str, nn.Module] = {}
     refused: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, MoeMlp) or (_TIMM_NAME.search(name) and _is_known_of_timm(module)):
+        is_of_timm = bool(_TIMM_NAME.search(name)) and _is_known_of_timm(module)
+        if isinstance(module, MoeMlp):
             found[name] = module
-        elif _is_of_another_library(name, module):
-            path, network = _place_and_network(name, module)
+        elif is_of_timm or _is_of_another_library(name, module):
+            path, network = (name, module) if is_of_timm else _place_and_network(name, module)
             if isinstance(network, MoeMlp):
                 continue  # found under its own name
             try:
-                check_network(model, path, network)
+                # One whose weights are computed is refused where it is chosen, and not passed over.
+                if not is_known(network) and not any(map(computed_by, network.modules())):
+                    check_network(model, path, network)
                 found[path] = network
             except ValueError as error:
                 refused.append(str(error).rstrip("."))
@@ -64,6 +67,8 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
 
 
 def _is_known_of_timm(module: nn.Module) -> bool:
+    if any(map(computed_by, module.modules())):  # pruning and norms add buffers
+        return type(module) in FFN_CLASSES or computed_by(module) is not None
     mixes = any(isinstance(child, nn.Conv2d) for child in module.children())
     return type(module) in FFN_CLASSES and not mixes and next(module.buffers(), None) is None
 
@@ -106,6 +111,7 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
         if outer is not None:
             raise ValueError(f"modules names {path} and {outer}, of which one is inside the other.")
         if not isinstance(network, MoeMlp):
+            check_weights(path, network)
             check_network(model, path, network)
     return places
 

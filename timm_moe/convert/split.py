@@ -89,6 +89,10 @@ class EncoderLayerFfn(SplitFfn):
     def __init__(self, block: nn.TransformerEncoderLayer):
         super().__init__(block, "linear1", "activation", "dropout", "linear2")
         self.fused_activation: Any = block.activation_relu_or_gelu  # 0: no fast path, 1: ReLU, 2: GELU
+        self.fused_as = self._activation()
+
+    def _activation(self) -> tuple[Any, str]:
+        return getattr(self.activation, "function", None), repr(self.activation)
 
     def install(self, model: nn.Module, block: Any, layer: nn.Module) -> None:
         super().install(model, block, layer)
@@ -99,7 +103,8 @@ class EncoderLayerFfn(SplitFfn):
 
     def restore(self, model: nn.Module, block: Any) -> None:
         super().restore(model, block)
-        block.activation_relu_or_gelu = self.fused_activation
+        # The fast path computes the activation of this number; experts may have got another one.
+        block.activation_relu_or_gelu = self.fused_activation if self._activation() == self.fused_as else 0
         for encoder in _encoders_of(model, block):
             if all(isinstance(layer.linear1, nn.Linear) for layer in encoder.layers):
                 encoder.use_nested_tensor = vars(encoder).pop("use_nested_tensor_when_dense")

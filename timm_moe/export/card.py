@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
 from ..convert.blocks import moe_layers
@@ -13,7 +12,7 @@ from ..info import activated_parameters, is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
 from .export import Export
-from .history import METRICS, Experts, History, public
+from .history import HUB_NAME, METRICS, Experts, History, public
 from .options import Destination, Statements
 
 _CARD = """\
@@ -154,23 +153,41 @@ def _purpose(config: dict[str, Any], classifies: bool) -> str:
 
 
 def card(facts: Facts, history: History, statements: Statements, destination: Destination) -> str:
-    """Return the text of a model card.
-
-    Args:
-        facts: of the model that is published.
-        history: where the weights came from.
-        statements: of the publisher; they replace the history's.
-        destination: repository of the model.
-    """
+    """Return the text of a model card; the publisher's ``statements`` replace the history's."""
     experts = facts.experts or history.experts
     method = None if facts.experts else history.method  # by which one network was made of the experts
     is_what_was_measured = experts is None or method is None or (experts.mean and method == "average")
     metrics = statements.metrics or (history.metrics if is_what_was_measured else {})
     dataset = statements.dataset or history.dataset
     images = statements.dataset if statements.metrics else dataset or "validation images of the training run"
+    title = destination.repo_id.split("/")[-1]
+    on_hub = statements.dataset or (history.dataset if history.dataset_on_hub else None)
+    if not HUB_NAME.fullmatch(on_hub or ""):
+        on_hub = None
+    results = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=on_hub or "imagefolder",
+            dataset_name=images or "not stated",
+            metric_type=METRICS.get(name, (name, name))[1],
+            metric_name=METRICS.get(name, (name, name))[0],
+            metric_value=value,
+        )
+        for name, value in metrics.items()
+    ]
+    metadata = ModelCardData(
+        tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
+        pipeline_tag=facts.task,
+        library_name=facts.library,
+        license=facts.license,
+        base_model=history.base,
+        datasets=[on_hub] if on_hub else None,
+        model_name=title,
+        eval_results=results or None,
+    )
     text = _CARD.format(
-        metadata=_metadata(facts, history, destination, metrics, images, _dataset_id(history, statements)),
-        title=destination.title,
+        metadata=metadata.to_yaml(),
+        title=title,
         model=_model(facts, experts, method, is_what_was_measured),
         use=facts.use,
         training=_training(history, dataset),
@@ -179,47 +196,6 @@ def card(facts: Facts, history: History, statements: Statements, destination: De
         citation=_citation(facts, experts, method),
     )
     return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
-
-
-def _dataset_id(history: History, statements: Statements) -> str | None:
-    """Return the name of the data set on the Hub, if it is one."""
-    dataset = statements.dataset or (history.dataset if history.dataset_on_hub else None)
-    try:
-        validate_repo_id(dataset or "")
-    except ValueError:
-        return None
-    return dataset
-
-
-def _metadata(
-    facts: Facts,
-    history: History,
-    destination: Destination,
-    metrics: dict[str, float],
-    images: str | None,
-    dataset_id: str | None,
-) -> str:
-    results = [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=dataset_id or "imagefolder",
-            dataset_name=images or "not stated",
-            metric_type=METRICS.get(name, (name, name))[1],
-            metric_name=METRICS.get(name, (name, name))[0],
-            metric_value=value,
-        )
-        for name, value in metrics.items()
-    ]
-    return ModelCardData(
-        tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
-        pipeline_tag=facts.task,
-        library_name=facts.library,
-        license=facts.license,
-        base_model=history.base,
-        datasets=[dataset_id] if dataset_id else None,
-        model_name=destination.title,
-        eval_results=results or None,
-    ).to_yaml()
 
 
 def _model(facts: Facts, experts: Experts | None, method: str | None, is_what_was_measured: bool) -> str:

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
 from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
-from ..convert.dense import to_dense_
+from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
@@ -163,9 +162,7 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
     target = Path(output_dir)
     check_folder(target, FILES, overwrite=True)
     if not overwrite and holds_something(target):
-        raise FileExistsError(
-            f"The folder {target} is not empty; pass --overwrite (overwrite=True) to replace its model."
-        )
+        raise FileExistsError(f"{target} is not empty; pass --overwrite (overwrite=True) to replace its model.")
     return target
 
 
@@ -177,21 +174,26 @@ def _load(
 ) -> _Candidate:
     """Load and check a source for export by a method, or with its experts if the method is None."""
     model = _load_model(source, settings)
-    if method is None:
-        _require_registered_experts(model)
+    require_weights(model)
+    if method is None and not moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+    if method is None and not is_registered_here(architecture_of(model)):
+        raise ValueError(
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
+            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
+        )
     if not allow_nonfinite:
         _require_finite_weights(model)
     history = find_history(source, model, settings.use_ema)
     if method is not None and moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)
-    layout: Format
-    if is_of_timm(model):
+    if not is_of_timm(model):
+        layout = _foreign_layout(model, settings, history)
+    else:
         has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
         labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
         loader = "timm with timm_moe" if method is None else "Stock timm"
         layout = TimmFormat({**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
-    else:
-        layout = _foreign_layout(model, settings, history)
     return _Candidate(model, layout, inputs_for(model, settings.example_inputs))
 
 
@@ -202,39 +204,17 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
         return unwrapped(load_source(source, settings.spec, settings.use_ema))
     model = timm_model_in(unwrapped(source))
     if getattr(model, "peft_config", None):
-        raise ValueError(
-            f"This {type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns."
-        )
+        raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
     if not is_of_timm(model):
         spec = None if settings.spec == ModelSpec() else settings.spec
         _refuse(model, spec=spec, use_ema=settings.use_ema or None)
     return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
 
 
-def _require_registered_experts(model: nn.Module) -> None:
-    if not moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not is_of_timm(model):
-        raise ValueError(
-            f"This {type(model).__name__} was not made by timm.create_model, so nothing could create it with its "
-            "experts by a name: save its state_dict(), and load that into a model that was converted alike."
-        )
-    if not is_registered_here(architecture_of(model)):
-        raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: create a "
-            "registered model of timm_moe and load the weights into it."
-        )
-
-
 def _require_finite_weights(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor) or not tensor.numel():
-            continue
-        extremes = torch.stack(tensor.aminmax()) if tensor.is_floating_point() else tensor  # a third of the time
-        if not extremes.isfinite().all():
-            raise ValueError(
-                f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
-            )
+        if isinstance(tensor, Tensor) and not tensor.isfinite().all():
+            raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it.")
 
 
 def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
@@ -248,7 +228,7 @@ def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bo
     return labels
 
 
-def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> TransformersFormat | StateDictFormat:
+def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> Format:
     """Return the layout of a model that timm did not make, and write the user's class names to its config."""
     _refuse(model, model_args=settings.model_args, label_descriptions=settings.label_descriptions)
     entries: dict[str, Any] = {"license": settings.license} if settings.license else {}
@@ -300,11 +280,7 @@ def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, all
     model, layers = candidate.model, moe_layers(candidate.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
-        _logger.info(
-            "No dense model computes the function of routed experts. The network that method=%r makes of them is a "
-            "start for training: evaluate it, or train it further as a student.",
-            method,
-        )
+        _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
     expected = source_outputs(model, candidate.inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
@@ -316,11 +292,7 @@ def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, all
 
 
 def _write(candidate: _Candidate, target: Path, overwrite: bool) -> tuple[nn.Module, float | None]:
-    """Write the files, load and compare them, and publish them.
-
-    Returns:
-        The model that was loaded from the files, and the largest difference of its outputs.
-    """
+    """Write, load, compare and publish the files; return the loaded model and the largest difference of outputs."""
     with staged(target) as temporary:
         check_target(target, overwrite)  # another process may have written there since
         folder = temporary / "model"  # the temporary folder itself is closed to other users

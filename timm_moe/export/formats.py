@@ -16,7 +16,6 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
@@ -139,12 +138,11 @@ def architecture_of(model: nn.Module) -> str:
     return name if is_of_transformers(model) and module.startswith("transformers.") else f"{module}.{name}"
 
 
-def timm_model_in(model: nn.Module) -> nn.Module:
+def timm_model_in(model: Any) -> nn.Module:
     """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
     if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
         return model
-    wrapper: Any = model
-    inner, config = copy.copy(wrapper.timm_model), wrapper.config
+    inner, config = copy.copy(model.timm_model), model.config
     # The wrapper creates its model without the config of the weights, which it keeps itself.
     cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
     names = list(config.id2label.values())
@@ -162,11 +160,7 @@ def drop_second_num_classes(config: dict[str, Any]) -> None:
 
 
 def load_checked(folder: Path, loader: str) -> nn.Module:
-    """Load a folder with timm, in eval mode, and compare the model's tensors with the file's bit for bit.
-
-    Raises:
-        ValueError: if the folder cannot be loaded, or timm had to change a tensor for it to fit.
-    """
+    """Load a folder with timm, in eval mode; ValueError unless the model's tensors are the file's bit for bit."""
     try:
         with quick_init():
             model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -177,17 +171,14 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
         ) from error
     except Exception as error:
         raise ValueError(
-            f"{loader} cannot load the exported weights; if the model was created with arguments of its own, state "
-            f"them in model_args. timm says: {first_problem(error)}"
+            f"{loader} cannot load the exported weights; state missing arguments in model_args: {first_problem(error)}"
         ) from error
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        saved = set(file.keys())
-        for name, tensor in model.state_dict().items():
-            if name not in saved or not equal_with_nan(tensor, file.get_tensor(name).to(tensor.dtype)):
-                raise ValueError(
-                    f"{loader} does not load {name} as it was saved; if the model was changed after its creation (by "
-                    "set_input_size, say), state what it is now in model_args."
-                )
+    saved = load_file(folder / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        if name not in saved or not equal_with_nan(tensor, saved[name].to(tensor.dtype)):
+            raise ValueError(
+                f"{loader} does not load {name} as it was saved; state what was changed since creation in model_args."
+            )
     return model
 
 
@@ -205,8 +196,7 @@ def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], lo
     for name, tensor in written.items():
         if name not in read or not equal_with_nan(tensor, read[name].to(tensor.device, tensor.dtype)):
             raise ValueError(
-                f"{loader} does not load {name} ({tensor.dtype}) as it was saved; if the model's parameters have "
-                "several types, bring them to one, by model.float() for one."
+                f"{loader} does not load {name} ({tensor.dtype}) as it was saved; use one type, by model.float() say."
             )
 
 

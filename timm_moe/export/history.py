@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..checkpoints.source import describe, read_checkpoint
+from ..checkpoints.source import describe, folder_of, read_checkpoint
 from ..convert.blocks import moe_layers, share_rate_and_schedule
 from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
@@ -39,7 +39,7 @@ METRICS = {
     "loss": ("loss", "loss"),
 }
 #: ``user/name``, or a name without an owner.
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class _Record:
@@ -53,10 +53,8 @@ class _Record:
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
-        of_name, of_part = get_args(kind)
-        return isinstance(value, dict) and all(
-            _fits(name, of_name) and _fits(part, of_part) for name, part in value.items()
-        )
+        name, part = get_args(kind)
+        return isinstance(value, dict) and all(_fits(key, name) and _fits(value[key], part) for key in value)
     return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
 
 
@@ -107,7 +105,7 @@ class History(_Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in (self.base, self.dataset):
-            if name is not None and not _HUB_NAME.fullmatch(name):
+            if name is not None and not HUB_NAME.fullmatch(name):
                 raise ValueError(f"{name[:50]!r} is no name on the Hub")
         for name in self.metrics.keys() - METRICS.keys():
             raise ValueError(f"{name[:50]!r} is no metric of train.py")
@@ -125,13 +123,11 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
     """
     if isinstance(source, nn.Module):
         return History()
-    if str(source).startswith("hf-hub:"):
+    folder, path = folder_of(source), Path(source)
+    if folder is not None:
+        return recorded_history(folder)
+    if str(source).startswith("hf-hub:") or path.suffix == ".safetensors":  # it holds nothing but weights
         return History(public(source))
-    path = Path(str(source).removeprefix("local-dir:"))
-    if path.is_dir():
-        return recorded_history(path)
-    if path.suffix == ".safetensors":  # it holds nothing but weights
-        return History(public(path))
     checkpoint = read_checkpoint(path)
     if not hasattr(checkpoint.get("args"), "model"):
         return History(public(path), ema=use_ema)
@@ -148,23 +144,21 @@ def recorded_history(folder: Path) -> History:
         return History(**{**record, "experts": None if experts is None else Experts(**experts)})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out, or export the "
-            "model again."
+            f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out."
         ) from error
 
 
 def _history_of_run(path: Path, checkpoint: dict[str, Any], model: nn.Module, use_ema: bool) -> History:
-    """Read the history in a checkpoint of train.py and the summary.csv beside it."""
     args = vars(checkpoint["args"])
     name, epoch = str(args["model"]), checkpoint.get("epoch")
     described = name if name.startswith(("local-dir:", "hf-hub:")) else None
     replaced = args.get("initial_checkpoint") or args.get("pretrained_path")
     base = get_pretrained_cfg(model).get("hf_hub_id")
-    if not args.get("pretrained") or replaced or not _HUB_NAME.fullmatch(base or ""):
+    if not args.get("pretrained") or replaced or not HUB_NAME.fullmatch(base or ""):
         base = None
     start = None if base else replaced or described
     reader, _, dataset = " ".join(str(args.get("dataset") or "").split()).partition("/")
-    is_named = reader in (*_HUB_READERS, "tfds", "torch") and bool(_HUB_NAME.fullmatch(dataset))  # and no path
+    is_named = reader in (*_HUB_READERS, "tfds", "torch") and bool(HUB_NAME.fullmatch(dataset))  # and no path
     dependent = [name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names]
     options = {
         "model": args["model"],

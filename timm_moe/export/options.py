@@ -61,9 +61,6 @@ class Statements:
         if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
             raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
 
-    def __bool__(self) -> bool:
-        return bool(self.license or self.dataset or self.metrics)
-
 
 @dataclass(frozen=True)
 class Destination:
@@ -97,10 +94,6 @@ class Destination:
             raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
 
     @property
-    def title(self) -> str:
-        return self.repo_id.split("/")[-1]
-
-    @property
     def model_name(self) -> str:
         """Name for ``timm.create_model``."""
         return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
@@ -124,11 +117,7 @@ def checked_labels(
 
 
 def grouped(options: Mapping[str, Any], *kinds: type) -> list[Any]:
-    """Sort keyword arguments into one instance of each dataclass; a name that several have goes to each.
-
-    Raises:
-        TypeError: if no dataclass has a field of that name.
-    """
+    """Sort keyword arguments into one instance of each dataclass that has the name; TypeError if none has it."""
     names = {kind: {field.name for field in fields(kind)} for kind in kinds}
     known = set().union(*names.values())
     for name in options:

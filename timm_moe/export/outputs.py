@@ -3,13 +3,14 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 
-from ..checkpoints.source import first_problem
+from ..checkpoints.source import describe
 from ..model_config import model_input_size
 from .formats import equal_with_nan, is_of_timm, is_of_transformers
 
@@ -27,25 +28,19 @@ def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
     if example_inputs is None:
         shape = _image_shape(model)
         if shape is None and is_of_transformers(model):
-            raise ValueError(
-                f"The config of this {type(model).__name__} does not say which images the model takes: pass "
-                "example_inputs, as {'pixel_values': torch.randn(2, 3, 224, 224)}."
-            )
+            raise ValueError("The model's config does not say which images the model takes: pass example_inputs.")
         if shape is None:
-            _logger.warning(
-                f"This {type(model).__name__} does not state its inputs, so its outputs are not compared: pass "
-                "example_inputs."
-            )
+            _logger.warning("The model states no inputs, so its outputs are not compared: pass example_inputs.")
             return None
         example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     like = next(model.parameters(), torch.empty(0))
-    inputs = _map(
-        example_inputs, lambda tensor: tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
-    )
+
+    def moved(part: Any) -> Any:
+        return part.to(like.device, like.dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
+
+    inputs = map_aggregate(dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, moved)
     if not _tensors(inputs):
-        raise ValueError(
-            "example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict of them by name."
-        )
+        raise ValueError("example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name.")
     return inputs
 
 
@@ -71,12 +66,9 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
     try:
         expected = outputs(model, inputs)
     except Exception as error:
-        if is_of_timm(model):
-            raise
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(inputs))
         raise ValueError(
-            f"This {type(model).__name__} does not run on inputs of shape {shapes}; pass example_inputs that it takes. "
-            f"It says: {first_problem(error)}"
+            f"The model does not run on inputs of shape {shapes}; pass example_inputs that it takes: {describe(error)}"
         ) from error
     if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in _tensors(expected)):
         raise ValueError(
@@ -101,19 +93,13 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
-    """Return the largest difference of a loaded model's outputs from the expected ones, or raise ValueError.
-
-    None is returned if there is nothing to compare.
-    """
+    """Return the largest difference of outputs, None without any; ValueError if it is larger than the tolerance."""
     if inputs is None:
-        return None
-    if not _tensors(expected):
-        _logger.warning("The model's outputs hold no tensors, so they are not compared.")
         return None
     pairs = _tensors(expected), _tensors(outputs(_moved(loaded, inputs), inputs))
     if [tensor.shape for tensor in pairs[0]] != [tensor.shape for tensor in pairs[1]]:
         raise ValueError("The exported model's outputs are not as many as the source's, or of other shapes.")
-    return max(map(_difference, *pairs))
+    return max(map(_difference, *pairs), default=None)
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
@@ -123,22 +109,8 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
         expected, actual = expected.double(), actual.double()
     difference = (expected - actual).abs().max().item()
     if not difference <= TOLERANCE * expected.abs().max().item():
-        raise ValueError(
-            f"The exported model's outputs differ from the source's by {difference:.3g}; nothing was written."
-        )
+        raise ValueError(f"The exported model's outputs differ from the source's by {difference:.3g}.")
     return difference
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to each tensor in a nest of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {name: _map(part, function) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_map(part, function) for part in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    return value
 
 
 def _tensors(value: Any) -> list[Tensor]:

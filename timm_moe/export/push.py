@@ -13,12 +13,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HTTPError,  # the base of all errors of the client's connection, whichever library it uses
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     build_hf_headers,
@@ -29,7 +24,7 @@ from huggingface_hub.utils import (
 )
 from torch import nn
 
-from ..checkpoints.source import ModelSpec, describe, load_source
+from ..checkpoints.source import ModelSpec, describe, folder_of, load_source
 from ..convert.blocks import moe_layers
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
@@ -169,14 +164,6 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
     return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
 
 
-def folder_of(source: nn.Module | str | Path) -> Path | None:
-    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
-    if isinstance(source, nn.Module):
-        return None
-    path = Path(str(source).removeprefix("local-dir:"))
-    return path if path.is_dir() else None
-
-
 @dataclass(frozen=True)
 class _Order:
     """The checked options of a push, and a client that is logged in, or None for a dry run."""
@@ -198,8 +185,7 @@ def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
 def client_output() -> Iterator[None]:
     """Let the Hub's client log each line once, and show progress bars on a terminal only, for the time of the block."""
     logger = logging.getLogger("huggingface_hub")
-    unstated = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
-    hide = unstated and not sys.stderr.isatty()
+    hide = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled() and not sys.stderr.isatty()
     propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
     if hide:
         disable_progress_bars()
@@ -218,20 +204,17 @@ def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
     """Load the model of a folder; raise ValueError if an option is given that only a file can follow."""
     if order.settings.use_ema or order.settings.spec not in (None, ModelSpec()):
         raise ValueError(
-            f"The folder {folder} states its model and has one kind of weights: to change something, its preprocessing "
-            "for one, export it to another folder and push that."
+            f"{folder} states its model and has one kind of weights: export it with these options, and push that."
         )
     return load_source(folder)
 
 
 def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
-    """Upload a folder unchanged, except for the licence and class names that the user states."""
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    if (folder / "README.md").is_file() and order.statements:
+    if (folder / "README.md").is_file() and any(vars(order.statements).values()):
         raise ValueError(
-            f"{folder} has a README.md of its own, which is published as it is: state licence, data set and "
-            "metrics there, or take the file away."
+            f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file away."
         )
     left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
     if left_out:
@@ -262,7 +245,6 @@ def _with_statements(folder: Path, made: Path, license: str | None, labels: dict
 
 
 def _card_of_folder(made: Path, history: History, order: _Order) -> str:
-    """Write the card of a folder that timm loads bit for bit."""
     facts = timm_facts(load_checked(made, "timm"), order.destination)
     return card(facts, history, order.statements, order.destination)
 
@@ -287,7 +269,6 @@ def _publish(folder: Path, card: str, order: _Order, names: Sequence[str] = _FIL
 
 
 def _log_in() -> HfApi:
-    """Return a client of the Hub, after the Hub has accepted the token."""
     with _errors_in_a_sentence():
         token = get_token()
         if token is None:
@@ -295,9 +276,8 @@ def _log_in() -> HfApi:
         if not re.fullmatch(r"[!-~]+", token):  # errors of the connection would print it
             raise PermissionError("Your token for the Hub holds characters that no token has: run hf auth login again.")
         api = HfApi(token=True, library_name="timm_moe", library_version=__version__)
-        response = get_session().get(
-            f"{api.endpoint}/api/whoami-v2", headers=build_hf_headers(token=True), timeout=TIMEOUT
-        )
+        url = f"{api.endpoint}/api/whoami-v2"
+        response = get_session().get(url, headers=build_hf_headers(token=True), timeout=TIMEOUT)
         hf_raise_for_status(response)
         if response.json().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise PermissionError("Your token for the Hub may only read: make one with the role write.")
@@ -334,12 +314,10 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
 
 @contextmanager
 def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[None]:
-    """Turn the client's errors into built-in ones of one sentence."""
     try:
         yield
     except Exception as error:
-        # of the upload of a file
-        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None  # of the upload of a file
         explained = _explained(cause if isinstance(cause, Exception) else error, destination)
         if explained is None:
             raise
@@ -348,7 +326,7 @@ def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[No
 
 def _explained(error: Exception, destination: Destination | None) -> Exception | None:
     if not isinstance(error, HfHubHTTPError):
-        if isinstance(error, (HTTPError, json.JSONDecodeError)):
+        if isinstance(error, (HTTPError, json.JSONDecodeError)):  # the first is any of the connection, of any library
             return ConnectionError(
                 f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is "
                 "made whole or not at all, so try again once the network is there."
@@ -357,8 +335,6 @@ def _explained(error: Exception, destination: Destination | None) -> Exception |
     status = error.response.status_code
     where = "this" if destination is None else destination.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
-    if isinstance(error, RevisionNotFoundError):
-        return ValueError(f"{where} has no revision {destination and destination.revision}.")
     if status == 401:
         return PermissionError("The Hub does not know your token: run hf auth login again, or correct HF_TOKEN.")
     if status in (402, 403):
@@ -366,7 +342,5 @@ def _explained(error: Exception, destination: Destination | None) -> Exception |
     if status == 409:
         return FileExistsError(f"The name {where} is taken, perhaps by another kind of repository: {says}.")
     if status == 429 or status >= 500:
-        return ConnectionError(
-            f"The Hub failed ({status}: {says}); a push is made whole or not at all, so try again later."
-        )
+        return ConnectionError(f"The Hub failed ({status}: {says}); a push is made whole or not at all: try again.")
     return ValueError(f"The Hub refused {where} ({status}): {says}.")

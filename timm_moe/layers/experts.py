@@ -5,18 +5,22 @@ Shape suffixes: N rows at the experts, D width, E experts.
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from .checks import check_choice
-from .functional import call
+from .functional import call, put_modules
 from .grouped import multiplies_by_offsets, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent")
+#: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a call only.
+FREEING = ("FullyShardedDataParallel", "FSDPStacked")
+#: Names that a layer gets after its experts.
+LATER = ("router", "path", "shared", "shared_init", "share_rate", "share_schedule")
 
 
 class StackedParameters(nn.Module):
@@ -45,17 +49,21 @@ class StackedParameters(nn.Module):
 
 
 class Stacked(StackedParameters):
-    """Stands for a module inside the dense network, such as a linear layer."""
+    """Stands for a module inside the dense network, such as a linear layer.
 
-    def forward(self, name: str) -> Tensor:
-        return getattr(self, name)  # called through PEFT's wrapper, which adds the adapters
+    It is called for its weights, so that hooks and wrappers act: offloading, spectral norm, pruning, PEFT's adapters.
+    """
+
+    def forward(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in names)  # torch's backward hooks know no lists
 
 
 class Experts(StackedParameters):
     """E copies of a feed-forward network, stacked along a new first dimension.
 
     Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E, H, D). Loading a
-    dense state dict gives every expert a copy of it (sparse upcycling). The dropouts are submodules, shared by all.
+    dense state dict gives every expert a copy of it (sparse upcycling). Modules without weights, such as activations
+    and dropouts, are submodules that all experts share; replacing one changes the experts.
 
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
@@ -65,7 +73,8 @@ class Experts(StackedParameters):
         expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
 
     Raises:
-        ValueError: on an option outside its range, if ``ffn`` has buffers, or no dropout that can be set.
+        ValueError: on an option outside its range, if ``ffn`` has buffers, no dropout that can be set, or a part with a
+            name that the layer needs.
     """
 
     _ffn: nn.Module
@@ -81,11 +90,6 @@ class Experts(StackedParameters):
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
-        for path, parameter in ffn.named_parameters():
-            module_path, _, name = path.rpartition(".")
-            stacked = _stack(parameter.detach(), num_experts, expert_init)
-            module = self._submodule(module_path)
-            module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
         # The structure of one expert, without weights. It is not a submodule, so that its parameters are not listed.
         memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()}
         object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
@@ -98,58 +102,100 @@ class Experts(StackedParameters):
             is_number = isinstance(expert_dropout, (int, float)) and not isinstance(expert_dropout, bool)
             if not is_number or not 0 <= expert_dropout <= 1:
                 raise ValueError(f"expert_dropout must lie between 0 and 1, got {expert_dropout!r}.")
-        for path, module in dropouts(self._ffn):
-            module.p = module.p if expert_dropout is None else float(expert_dropout)
+            for _, dropout in dropouts(self._ffn):
+                dropout.p = float(expert_dropout)
+        #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may hold them in pieces.
+        self.stacked_shapes: dict[str, torch.Size] = {}
+        #: Names of the weights of each module inside, by its path.
+        self._weights: dict[str, tuple[str, ...]] = {}
+        for path, parameter in ffn.named_parameters():
             module_path, _, name = path.rpartition(".")
-            self._submodule(module_path).add_module(name, module)
+            stacked = _stack(parameter.detach(), num_experts, expert_init)
+            module = self._submodule(module_path)
+            self._check_name(module, name)
+            module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+            self.stacked_shapes[path] = stacked.shape
+            self._weights[module_path] = (*self._weights.get(module_path, ()), name)
+        self._shared = _without_weights(self._ffn)  # paths of the modules that all experts share
+        for path in self._shared:
+            module_path, _, name = path.rpartition(".")
+            parent = self._submodule(module_path)
+            self._check_name(parent, name)
+            parent.add_module(name, self._ffn.get_submodule(path))
 
     def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
+                self._check_name(module, name)
                 module.add_module(name, Stacked(self.num_experts))
             module = module.get_submodule(name)
         return module
 
+    def _check_name(self, module: nn.Module, name: str) -> None:
+        """Raise ValueError if a part of the network would take the place of something that its layer needs."""
+        if hasattr(module, name) or (module is self and name in LATER):
+            raise ValueError(
+                f"A {type(self._ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
+                "layer needs this name: rename the part."
+            )
+
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The stacked parameters, named as in the dense network; plain tensors in replicas of nn.DataParallel."""
-        return [(name, attrgetter(name)(self)) for name, _ in self._ffn.named_parameters()]
+        return [(name, attrgetter(name)(self)) for name in self.stacked_shapes]
 
-    def expert_weights(self) -> list[tuple[str, Tensor]]:
-        """The weights that the experts compute with, (E, ...): the stacked parameters with PEFT's adapters added."""
-        weights = []
-        for path, _ in self._ffn.named_parameters():
-            module_path, _, name = path.rpartition(".")
-            module = attrgetter(module_path)(self) if module_path else self
-            weights.append((path, module(name) if _has_adapters(module) else getattr(module, name)))
+    def expert_weights(self) -> dict[str, Tensor]:
+        """The weights that the experts compute with, (E, ...), by their dense names.
+
+        Each module inside is called once for its weights, so that its hooks and PEFT's adapters take part. RuntimeError
+        if it frees them after the call.
+        """
+        weights: dict[str, Tensor] = {}
+        for path, names in self._weights.items():
+            if not path:
+                weights.update((name, getattr(self, name)) for name in names)
+                continue
+            module = attrgetter(path)(self)
+            if type(module).__name__ in FREEING:
+                raise RuntimeError(
+                    f"{path} of the experts in {self._place()} is sharded by itself, so its weights are freed before "
+                    "the experts compute: shard the expert layer or its block instead."
+                )
+            weights.update(zip((f"{path}.{name}" for name in names), module(names), strict=True))
         return weights
+
+    def _shared_modules(self) -> dict[str, nn.Module]:
+        """The modules without weights as they are now, by their dense names: users replace activations."""
+        return {path: attrgetter(path)(self) for path in self._shared}
+
+    def _call(self, network: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return call(network, weights, self._shared_modules(), x)
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in self.stacked_shapes)
-        return [path for path in paths if path and _has_adapters(attrgetter(path)(self))]
+        return [path for path in self._weights if path and _has_adapters(attrgetter(path)(self))]
 
-    @cached_property
-    def stacked_shapes(self) -> dict[str, torch.Size]:
-        """Shapes (E, ...) of the stacked parameters when no wrapper, such as FSDP1, holds them in pieces."""
-        dense = self._ffn.named_parameters()
-        return {name: torch.Size((self.num_experts, *parameter.shape)) for name, parameter in dense}
-
-    @cached_property
+    @property
     def _matrix_widths(self) -> set[int]:
         return {width for shape in self.stacked_shapes.values() if len(shape) == 3 for width in shape[1:]}
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
         self._require_merged(self.adapted())
-        return {name: stacked.detach() for name, stacked in self.named_expert_parameters()}
+        with torch.no_grad():
+            return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
 
     def _require_merged(self, adapted: list[str]) -> None:
         if adapted:
             raise ValueError(
-                f"{adapted[0]} of the experts in {getattr(self, 'path', '') or 'an expert layer'} has adapters, which "
-                "would be left out: merge first, model = model.merge_and_unload()."
+                f"{adapted[0]} of the experts in {self._place()} has adapters or computed weights, which would be left "
+                "out: merge first, model = model.merge_and_unload(), or take off what computes them "
+                "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)."
             )
+
+    def _place(self) -> str:
+        """The name of the layer in its model, for messages."""
+        return getattr(self, "path", "") or "an expert layer"
 
     @property
     def is_grouped(self) -> bool:
@@ -170,13 +216,14 @@ class Experts(StackedParameters):
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
             outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
             return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
-        ends = {name: end_E for name, _ in self._grouped.named_buffers()}
-        tensors = {**dict(self.expert_weights()), **ends}
+        tensors = self.expert_weights()
+        tensors |= {f"{path}.end" if path else "end": end_E for path in self._weights}
         if type(self._ffn).__module__ == "timm.layers.mlp":  # its last layer is linear and leaves zeros there
-            return call(self._grouped, tensors, x_ND)
+            return self._call(self._grouped, tensors, x_ND)
         # A network that divides by a norm makes NaN of zeros: mask these rows and their gradients.
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
-        return call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0)).masked_fill(is_after_N1, 0)
+        y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0))
+        return y_NH.masked_fill(is_after_N1, 0)
 
     def _run_batched(self, x_ND: Tensor, capacity: int) -> Tensor:
         """Apply each expert to ``capacity`` rows, by batched products that need no counts."""
@@ -185,28 +232,30 @@ class Experts(StackedParameters):
         if self._grouped is None:
             y_ECD = torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
         else:
-            y_ECD = call(self._grouped, dict(self.expert_weights()), x_ECD)
+            y_ECD = self._call(self._grouped, self.expert_weights(), x_ECD)
         return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
 
     def each(self) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each expert.
-        per_expert = {name: _autocast(stacked).unbind(0) for name, stacked in self.expert_weights()}
+        per_expert = {name: stacked.unbind(0) for name, stacked in self.expert_weights().items()}
         return [
-            partial(call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
+            partial(self._call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
             for expert in range(self.num_experts)
         ]
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network of the experts' mean weights (EWA, eq. 7) to x of shape (..., D)."""
-        return call(self._ffn, {name: mean_over_experts(stacked) for name, stacked in self.expert_weights()}, x)
+        mean = {name: mean_over_experts(stacked) for name, stacked in self.expert_weights().items()}
+        return self._call(self._ffn, mean, x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A network of the original class and dropout rates, with these weights; trains the same as the experts."""
+        put_modules(self._ffn, self._shared_modules())
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
             ffn.get_submodule(path).p = rate  # type: ignore[assignment]
-        ffn.load_state_dict({name: weights[name] for name, _ in ffn.named_parameters()}, assign=True)
+        ffn.load_state_dict({name: weights[name] for name in self.stacked_shapes}, strict=False, assign=True)
         for name, stacked in self.named_expert_parameters():
             ffn.get_parameter(name).requires_grad_(stacked.requires_grad)
         return ffn
@@ -240,15 +289,6 @@ def _has_adapters(module: nn.Module) -> bool:
     return hasattr(type(module), "active_adapter")  # a wrapper of PEFT; FSDP1's wrappers pass on attributes
 
 
-def _autocast(stacked: Tensor) -> Tensor:
-    """Cast matrices to autocast's dtype at once, instead of expert by expert in each product."""
-    device = stacked.device.type
-    left_alone = stacked.ndim < 3 or stacked.dtype == torch.float64 or stacked.is_meta
-    if left_alone or not torch.is_autocast_enabled(device):
-        return stacked
-    return stacked.to(torch.get_autocast_dtype(device))
-
-
 def mean_over_experts(stacked: Tensor) -> Tensor:
     """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
     return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
@@ -264,3 +304,12 @@ def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
     return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
+
+
+def _without_weights(module: nn.Module, prefix: str = "") -> list[str]:
+    """Paths of the outermost modules that have no parameters inside."""
+    paths = []
+    for name, child in module.named_children():
+        has_weights = next(child.parameters(), None) is not None
+        paths += _without_weights(child, f"{prefix}{name}.") if has_weights else [prefix + name]
+    return paths

@@ -12,27 +12,44 @@ from torch.func import functional_call
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def call(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Run ``network`` with these parameters and buffers instead of its own.
+def call(network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:
+    """Run ``network`` with these parameters, buffers and submodules instead of its own.
 
     functional_call changes the module during the call, which threads (nn.DataParallel) and torch.jit.trace do not
     allow. So only torch.compile takes it; elsewhere a shallow copy of the network holds the tensors.
     """
     if torch.compiler.is_compiling():
-        return functional_call(network, tensors, (x,))
-    return with_tensors(network, tensors)(x)
+        put_modules(network, modules)
+        return functional_call(network, dict(tensors), (x,))
+    return _with_others(network, tensors, modules)(x)
 
 
-def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> nn.Module:
-    """A shallow copy of a module and its submodules that holds only these parameters and buffers."""
-    copied = module.__class__.__new__(module.__class__)
+def put_modules(network: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Replace submodules of a network, by their paths, where they are other objects."""
+    for path, module in modules.items():
+        parent_path, _, name = path.rpartition(".")
+        parent = network.get_submodule(parent_path)
+        if parent._modules[name] is not module:
+            parent._modules[name] = module
+
+
+def _with_others(
+    network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], prefix: str = ""
+) -> nn.Module:
+    """A shallow copy of a module and its submodules that holds these tensors and submodules instead of its own."""
+    copied = network.__class__.__new__(network.__class__)
+    children: dict[str, nn.Module | None] = {}
+    for name, child in network._modules.items():
+        path = prefix + name
+        if path in modules:
+            children[name] = modules[path]
+        else:
+            children[name] = None if child is None else _with_others(child, tensors, modules, f"{path}.")
     copied.__dict__.update(
-        module.__dict__,
-        _parameters={name: tensors.get(prefix + name) for name in module._parameters},
-        _buffers={name: tensors.get(prefix + name) for name in module._buffers},
-        _modules={
-            name: child and with_tensors(child, tensors, f"{prefix}{name}.") for name, child in module._modules.items()
-        },
+        network.__dict__,
+        _parameters={name: tensors.get(prefix + name) for name in network._parameters},
+        _buffers={name: tensors.get(prefix + name) for name in network._buffers},
+        _modules=children,
     )
     return copied
 

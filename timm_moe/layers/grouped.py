@@ -31,7 +31,7 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
         end_E: integers that do not decrease, at most N.
 
     Raises:
-        RuntimeError: if widths or dtypes do not fit each other, and in forward-mode differentiation.
+        RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode differentiation.
     """
     dtype = _autocast_dtype(x_ND)
     if dtype is not None:
@@ -109,6 +109,7 @@ torch.library.define(
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
 def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    _check_fit(end_E, x_ND, weight_EHD, bias_EH)
     if _is_by_offsets(x_ND, weight_EHD, end_E):
         return _linear_on_gpu(x_ND, weight_EHD, bias_EH, end_E)
     y_NH = x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
@@ -127,6 +128,7 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
 
 @torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
 def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+    _check_fit(end_E, x_ND, None, y_NH)
     if _is_by_offsets(x_ND, y_NH, end_E):
         return _outer_on_gpu(y_NH, x_ND, end_E, with_sum)
     product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, end_E, with_sum)
@@ -213,13 +215,29 @@ def _expert_of_row(end_E: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(end_E, torch.arange(rows, device=end_E.device), right=True)
 
 
+def _check_fit(end_E: Tensor, x_ND: Tensor, weight_EHD: Tensor | None, other: Tensor | None) -> None:
+    """Raise RuntimeError where a result would hold values that nobody wrote."""
+    if weight_EHD is not None and weight_EHD.shape[0] != end_E.shape[0]:
+        raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
+    devices = {tensor.device for tensor in (x_ND, weight_EHD, other) if tensor is not None}
+    if end_E.device.type != "cpu":  # where the host knows the lengths
+        devices.add(end_E.device)
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"Rows, experts and routing are on different devices ({', '.join(sorted(map(str, devices)))}): move the "
+            "model and its inputs to one device; weights on the meta device have no values."
+        )
+
+
 @torch.library.register_fake("timm_moe::grouped_linear")
 def _linear_of_shapes(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    _check_fit(end_E, x_ND, weight_EHD, bias_EH)
     return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
 
 
 @torch.library.register_fake("timm_moe::grouped_outer")
 def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+    _check_fit(end_E, x_ND, None, y_NH)
     experts, height = end_E.shape[0], y_NH.shape[1]
     return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(experts, height if with_sum else 0)
 

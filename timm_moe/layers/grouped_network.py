@@ -85,7 +85,8 @@ def _replace(module: nn.Module, num_experts: int) -> nn.Module:
         raise KeyError(module)
     if not module._parameters and not module._modules:
         return module
-    is_known = type(module).__module__.partition(".")[0] in _LIBRARIES
+    places = {type(module).__module__, type(module).forward.__module__}  # users patch classes
+    is_known = all(place.partition(".")[0] in _LIBRARIES for place in places)
     if type(module) is nn.Linear:
         return GroupedLinear(module, num_experts)
     if is_known and type(module).__name__ in _NORMS:

@@ -5,6 +5,7 @@ batch) of a group, N rows of an image, M members of an ensemble.
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -119,6 +120,13 @@ class TopKRouter(RecordingRouter):
                 "The load loss is about noise on the logits: give a noise_std above 0, or leave the loss out."
             )
         super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight})
+        is_always_one = gate_mode == "one" or (gate_mode == "renorm" and top_k == 1)
+        if is_always_one and top_k < num_experts and not self.loss_weights:
+            warnings.warn(
+                f"With top_k={top_k} and gate_mode={gate_mode!r} all gates are one, and the router has no loss, so "
+                "nothing trains it: give it a loss (aux_loss_weight above 0), or take gate_mode='prob'.",
+                stacklevel=2,
+            )
         self.top_k = top_k
         self.noise_std = noise_std
         self.capacity_factor = capacity_factor

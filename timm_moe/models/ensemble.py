@@ -64,21 +64,12 @@ class MembersMixin(VisionTransformer):
         return as_one_classifier(members)
 
     def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        *,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-        output_dict: bool = False,
-        **kwargs: Any,
+        self, x: Tensor, indices: Any = None, *, output_fmt: str = "NCHW", output_dict: bool = False, **kwargs: Any
     ) -> Any:
         """Return timm's features: each intermediate one is the members' mean, the final one holds all (B M, N, D)."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
-        result: Any = super().forward_intermediates(
-            x, indices, output_fmt="NLC", intermediates_only=intermediates_only, output_dict=True, **kwargs
-        )
+        result: Any = super().forward_intermediates(x, indices, output_fmt="NLC", output_dict=True, **kwargs)
         if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
             # timm stopped before the members part
             result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
@@ -87,13 +78,12 @@ class MembersMixin(VisionTransformer):
         features = result["image_intermediates"]
         if output_fmt == "NCHW":
             size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
-            features = [feature.mT.unflatten(2, size).contiguous() for feature in features]
-            result["image_intermediates"] = features
+            result["image_intermediates"] = features = [part.mT.unflatten(2, size).contiguous() for part in features]
         if output_dict:
             return result
         if "image_intermediates_prefix" in result:
             features = list(zip(features, result["image_intermediates_prefix"], strict=True))
-        return features if intermediates_only else (result["image_features"], features)
+        return (result["image_features"], features) if "image_features" in result else features
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
         kept = super().prune_intermediate_layers(*args, **kwargs)
@@ -113,17 +103,12 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
     Args:
         args: arguments of :class:`MoeVisionTransformer`.
         ensemble_size: M.
-        ensemble: kind of ensemble, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the members part at the
-            last expert block.
+        ensemble: kind of ensemble that repeats images, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the
+            members part at the last expert block.
         kwargs: arguments of :class:`MoeVisionTransformer`.
-
-    Raises:
-        ValueError: for ``ensemble="partitioning"``, which repeats no images, and as :class:`MoeVisionTransformer`.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):
-        if ensemble == "partitioning":
-            raise ValueError("ensemble='partitioning' has one output: it is an option of MoeVisionTransformer.")
         super().__init__(*args, ensemble_size=ensemble_size, ensemble=ensemble, **kwargs)
         blocks = [int(path.split(".")[1]) for path in moe_layers(self)]
         self.part_at(blocks[-1 if ensemble == "multi_head" else 0], ensemble_size)

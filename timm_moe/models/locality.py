@@ -164,6 +164,10 @@ class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]
 
 
 def diagonal(tokens: int, like: Tensor) -> Tensor:
-    """Make a mask (N, N) with -inf on the diagonal and 0 elsewhere."""
+    """Make a mask (N, N) with a very low number on the diagonal and 0 elsewhere.
+
+    It is finite as the authors' -987654321, so that a token without others attends to itself.
+    """
     index = torch.arange(tokens, device=like.device)
-    return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], float("-inf"))  # ONNX lacks a bool eye
+    lowest = max(-987654321.0, torch.finfo(like.dtype).min / 2)
+    return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], lowest)  # ONNX lacks a bool eye

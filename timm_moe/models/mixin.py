@@ -43,9 +43,7 @@ class MoeMixin:
         taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
             stock = self.stock_class.__name__
-            raise ValueError(
-                f"{min(taken)} is an option of the router and an argument of {stock}: give the router's another name."
-            )
+            raise ValueError(f"{min(taken)} is an option of the router and an argument of {stock}: rename the former.")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         super().__init__(*args, **kwargs)
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
@@ -56,21 +54,17 @@ class MoeMixin:
             loaded = state_dict.get(name)
             if loaded is not None and loaded.shape[1:] == parameter.shape and loaded.ndim > parameter.ndim:
                 raise ValueError(
-                    f"The checkpoint has {loaded.shape[0]} experts in {name}, where the model is dense: create the "
-                    "model with the moe_layers of the checkpoint."
+                    f"The checkpoint has {len(loaded)} experts in {name}, where the model is dense: use its moe_layers."
                 )
         experts = {prefix + name: stacked for name, stacked in expert_parameters(self).items()}
         loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
         dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name].ndim]
         if 0 < len(dense) < len(loaded_experts):
             raise ValueError(
-                f"The checkpoint has experts, but none in {dense[0]}, where the model has some: create the model with "
-                "the moe_layers of the checkpoint."
+                f"The checkpoint has experts, but none in {dense[0]}, where the model has some: use its moe_layers."
             )
         if dense and any(layer.router.state_dict() for layer in moe_layers(self).values()):
-            _logger.info(
-                "The weights belong to a dense model: the experts are copies of its networks, the routers untrained."
-            )
+            _logger.info("The weights are a dense model's, so the experts are copies of one, the routers untrained.")
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -58,15 +58,13 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
 
     def restore_stock_class(self) -> None:
         if not isinstance(self.representation, nn.Identity):
-            raise ValueError(
-                "timm's VisionTransformer has no such layer: a model with pre_logits=True cannot become one."
-            )
+            raise ValueError("timm's ViT has no such layer: a model with pre_logits=True cannot become one.")
         del self.representation
         super().restore_stock_class()
 
 
 #: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
-NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
+NAIVE: dict[str, Any] = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
 VMOE: dict[str, Any] = {
     **dict(num_experts=32, moe_layers="last-2", expert_init="same"),
@@ -76,7 +74,7 @@ VMOE: dict[str, Any] = {
 #: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing dropped.
 #: It starts from DINOv2, at 224 pixels instead of DINOv2's 518.
 _VIMOE: dict[str, Any] = {
-    **dict(num_experts=8, moe_layers="tail-2", expert_init="same", init_values=1e-5, img_size=224),
+    **dict(weights="dinov2", num_experts=8, moe_layers="tail-2", expert_init="same", init_values=1e-5, img_size=224),
     **dict(router="top_k", top_k=1, routing_unit="image", aux_loss="balance", aux_loss_weight=0.01),
 }
 #: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
@@ -103,41 +101,37 @@ class Variant(NamedTuple):
         return {name: VMOE_S_CFG} if self.own_size else stock_cfgs(name, self.stock, **changes)
 
 
+def _of_size(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
+    return Variant(description, f"vit_{size}_patch{patch}_{weights}", vit_args(size, patch, **options))
+
+
 def vmoe_variants(prefix: str, model: str, options: dict[str, Any]) -> dict[str, Variant]:
     """Return variants in V-MoE's six sizes; H has experts in the last five odd blocks."""
     small = f"{model}-S/32: 512 wide and 8 blocks, not timm's ViT-S."
-    variants = {
-        f"{prefix}_s32": Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"])
+    s32 = Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"])
+    return {
+        f"{prefix}_s32": s32,
+        f"{prefix}_b32": _of_size(f"{model}-B/32.", "base", 32, **options),
+        f"{prefix}_b16": _of_size(f"{model}-B/16.", "base", 16, **options),
+        f"{prefix}_l32": _of_size(f"{model}-L/32.", "large", 32, **options),
+        f"{prefix}_l16": _of_size(f"{model}-L/16.", "large", 16, **options),
+        f"{prefix}_h14": _of_size(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"}),
     }
-    for size, patch in (("base", 32), ("base", 16), ("large", 32), ("large", 16), ("huge", 14)):
-        letter, chosen = size[0], {"moe_layers": "last-5"} if size == "huge" else {}
-        variants[f"{prefix}_{letter}{patch}"] = Variant(
-            f"{model}-{letter.upper()}/{patch}.",
-            f"vit_{size}_patch{patch}_224",
-            vit_args(size, patch, **{**options, **chosen}),
-        )
-    return variants
 
 
 _VARIANTS = {
-    "vit_tiny_ewa_moe": Variant("EWA ViT-Ti/16.", "vit_tiny_patch16_224", vit_args("tiny", 16)),
-    "vit_small_ewa_moe": Variant("EWA ViT-S/16.", "vit_small_patch16_224", vit_args("small", 16)),
-    "vit_base_ewa_moe": Variant("EWA ViT-B/16.", "vit_base_patch16_224", vit_args("base", 16)),
-    "vit_large_ewa_moe": Variant("EWA ViT-L/16.", "vit_large_patch16_224", vit_args("large", 16)),
-    "vit_tiny_moe": Variant("Naive MoE ViT-Ti/16.", "vit_tiny_patch16_224", vit_args("tiny", 16, **NAIVE)),
-    "vit_small_moe": Variant("Naive MoE ViT-S/16.", "vit_small_patch16_224", vit_args("small", 16, **NAIVE)),
-    "vit_base_moe": Variant("Naive MoE ViT-B/16.", "vit_base_patch16_224", vit_args("base", 16, **NAIVE)),
+    "vit_tiny_ewa_moe": _of_size("EWA ViT-Ti/16.", "tiny", 16),
+    "vit_small_ewa_moe": _of_size("EWA ViT-S/16.", "small", 16),
+    "vit_base_ewa_moe": _of_size("EWA ViT-B/16.", "base", 16),
+    "vit_large_ewa_moe": _of_size("EWA ViT-L/16.", "large", 16),
+    "vit_tiny_moe": _of_size("Naive MoE ViT-Ti/16.", "tiny", 16, **NAIVE),
+    "vit_small_moe": _of_size("Naive MoE ViT-S/16.", "small", 16, **NAIVE),
+    "vit_base_moe": _of_size("Naive MoE ViT-B/16.", "base", 16, **NAIVE),
     **vmoe_variants("vmoe", "V-MoE", VMOE),
-    "vimoe_s14": Variant("ViMoE-S/14.", "vit_small_patch14_dinov2", vit_args("small", 14, **_VIMOE)),
-    "vimoe_s14_shared": Variant(
-        *("ViMoE-S/14 with a shared expert.", "vit_small_patch14_dinov2"),
-        vit_args("small", 14, shared_expert=True, **_VIMOE),
-    ),
-    "vimoe_b14": Variant("ViMoE-B/14.", "vit_base_patch14_dinov2", vit_args("base", 14, **_VIMOE)),
-    "vimoe_b14_shared": Variant(
-        *("ViMoE-B/14 with a shared expert.", "vit_base_patch14_dinov2"),
-        vit_args("base", 14, shared_expert=True, **_VIMOE),
-    ),
+    "vimoe_s14": _of_size("ViMoE-S/14.", "small", 14, **_VIMOE),
+    "vimoe_s14_shared": _of_size("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
+    "vimoe_b14": _of_size("ViMoE-B/14.", "base", 14, **_VIMOE),
+    "vimoe_b14_shared": _of_size("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
 }
 
 

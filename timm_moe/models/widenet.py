@@ -172,11 +172,7 @@ _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=Fal
 _OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=True, pre_logits=True)
 
 #: Arguments of WideNet's sizes. B has an MLP as wide as that of the paper, not timm's.
-_SIZES: dict[str, dict[str, Any]] = {
-    "b": {**SIZES["base"], "mlp_ratio": 4096 / 768},
-    "l": SIZES["large"],
-    "h": SIZES["huge"],
-}
+_SIZES = {"b": {**SIZES["base"], "mlp_ratio": 4096 / 768}, "l": SIZES["large"], "h": SIZES["huge"]}
 
 
 def _create(name: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

@@ -94,7 +94,7 @@ def _training_cost(name: str, **options: Any) -> float:
     return training_flops(weightless_model(name, **options)) / 2**30
 
 
-def _against(reference: str, copies: int = 1) -> Quantity:
+def _against(reference: str, copies: int) -> Quantity:
     """Compare training cost with one or more copies of another model with the same options."""
 
     def measure(name: str, **options: Any) -> float:

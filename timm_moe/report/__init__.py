@@ -11,7 +11,7 @@ from torch import nn
 from ..analysis.data import Inference, Source, class_names, describe_source, load_classifiers
 from ..checkpoints.source import ModelSpec
 from ..export.history import find_history
-from ..files import check_folder, written_whole
+from ..files import written_whole
 from ..info import measure
 from ..model_config import get_pretrained_cfg
 from .observe import observe
@@ -22,15 +22,11 @@ from .sections.routing import routing_section
 from .sections.run import run_section
 from .sections.similarity import expert_similarity, similarity_section
 
-__all__ = ["check_report", "write_report"]
+__all__ = ["FILE", "write_report"]
 
 _logger = logging.getLogger(__name__)
+#: Name of the page.
 FILE = "index.html"
-
-
-def check_report(output_dir: str | Path, overwrite: bool = False) -> None:
-    """Raise OSError if the page cannot be written."""
-    check_folder(output_dir, (FILE,), overwrite)
 
 
 def write_report(
@@ -63,7 +59,7 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
-    classes = len(class_names(images))
+    inference, classes = inference or Inference(), len(class_names(images))
     runs = [run_section(_run_folder(source), classes) for source in sources]  # first, as a file may be damaged
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = _short_names([describe_source(source) for source in sources])
@@ -97,10 +93,7 @@ def write_report(
 
 def _run_folder(source: Source) -> Path | None:
     """train.py's folder, if a source is a file in it."""
-    if isinstance(source, nn.Module) or str(source).startswith("hf-hub:"):
-        return None
-    path = Path(str(source).removeprefix("local-dir:"))
-    return path.parent if path.is_file() else None
+    return None if isinstance(source, nn.Module) or not Path(source).is_file() else Path(source).parent
 
 
 def _short_names(names: Sequence[str]) -> list[str]:

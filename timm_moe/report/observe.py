@@ -77,15 +77,14 @@ def observe(
     model: nn.Module,
     name: str,
     images: ImageDataset,
-    ood_images: ImageDataset | None = None,
-    inference: Inference | None = None,
+    ood_images: ImageDataset | None,
+    inference: Inference,
 ) -> Observation:
     """Run a classifier from :func:`timm_moe.analysis.data.load_classifiers` on images; its name is for messages.
 
     Raises:
         ValueError: if an output is NaN, or an image cannot be read.
     """
-    inference = inference or Inference()
     figures, config = Figures(model.num_classes), preprocessing(model)  # type: ignore[arg-type]
     number = min(len(images), SHOWN)
     shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread

@@ -1,6 +1,5 @@
 """The page itself: one file of HTML that needs no network, made of sections, and they of parts."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -53,7 +52,7 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
     """
     folder = files(__package__)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["data"] = _data
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
         title=title,
@@ -75,8 +74,3 @@ def _rows(sections: Mapping[str, Section]) -> dict[str, list[tuple[str, Part]]]:
         for part in section.parts:
             rows.setdefault(part.title, []).append((name, part))
     return rows
-
-
-def _data(value: Any) -> str:
-    """Return JSON without characters that would end a script element."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

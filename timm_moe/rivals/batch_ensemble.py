@@ -3,11 +3,12 @@
 Shape suffixes: B images, M members, D width.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import generate_default_cfgs, register_notrace_module
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from ..layers.checks import check_choice, check_integer, check_number
 from ..models.ensemble import MembersMixin
 from ..models.vision_transformer import PreLogitsVisionTransformer
 from .learning_rates import scale_learning_rates
-from .registration import cfgs, create_vit, register_sizes
+from .registration import cfgs, create_vit, register_variants, variants
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 
@@ -157,11 +158,6 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         return {name: module for name, module in self.named_modules() if isinstance(module, BatchEnsembleLinear)}
 
 
-default_cfgs = generate_default_cfgs(cfgs("vit_be"))
-
-
-def _create(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    return create_vit(BatchEnsembleVisionTransformer, f"vit_be_{size}", pretrained, kwargs)
-
-
-register_sizes(__name__, "vit_be", "Batch ensemble in ViT", _create)
+_VARIANTS = variants("vit_be", "Batch ensemble in ViT", {})
+default_cfgs = cfgs(_VARIANTS)
+register_variants(__name__, _VARIANTS, partial(create_vit, BatchEnsembleVisionTransformer))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..convert.registry import RouterSpec, register_router
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
-from ..layers.functional import call, no_autocast
+from ..layers.functional import no_autocast
 
 
 class Fusion(Router):
@@ -59,9 +59,11 @@ class Fusion(Router):
         others = (1 - self.common_share) * logits.softmax(0)
         return torch.cat([others.new_full((1,), self.common_share), others])
 
-    def forward(self, x: Tensor) -> Routing:
-        """Raise RuntimeError: there is nothing to route."""
-        raise RuntimeError("Fused experts route nothing: they are one network for all rows.")
+    def forward(self, x: Tensor | None = None) -> Any:
+        """Return the weights, as :meth:`weights`; RuntimeError if there are rows to route."""
+        if x is not None:
+            raise RuntimeError("Fused experts route nothing: they are one network for all rows.")
+        return self.weights()
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, common_share={self.common_share}"
@@ -117,11 +119,13 @@ class FusedMlp(MoeMlp):
 
     def _fused(self) -> dict[str, Tensor]:
         """Add up the experts by their weights, in float32 or wider."""
-        weights_E, fused = self.router.weights(), {}  # type: ignore[operator]
+        weights_E, fused = self.router(), {}
         with no_autocast(weights_E):
-            for name, stacked in self.expert_weights():
+            for name, stacked in self.expert_weights().items():
+                if stacked.device != weights_E.device:  # torch multiplies weights on meta to what nobody wrote
+                    raise RuntimeError(f"{name} and its weight are on different devices: move the model to one device.")
                 wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
-                summed = weights_E.to(wide.dtype) @ wide.flatten(1)
+                summed = weights_E.to(wide.dtype) @ wide.reshape(self.num_experts, -1)
                 fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
         return fused
 
@@ -129,7 +133,7 @@ class FusedMlp(MoeMlp):
         """Map each row of x (..., D) by the fused network; ValueError if a routing is given."""
         if routing is not None:
             raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
-        return call(self._ffn, self._fused(), x)
+        return self._call(self._ffn, self._fused(), x)
 
 
 def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:

@@ -3,18 +3,18 @@
 Shape suffixes: M members, B images, R repetitions, T = R B rows of a mixed batch.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-from timm.models import generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..layers.checks import check_integer, check_number
 from ..models.ensemble import as_one_classifier
 from ..models.mixin import MoeMixin
-from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
-from .registration import ARGS, cfgs, create_vit, register_sizes
+from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, Variant, create_moe_vit
+from .registration import cfgs, create_vit, register_variants, variants
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
 
@@ -135,11 +135,8 @@ class MimoMixin(VisionTransformer):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Repeat tensors that have the shape for one member."""
         own, repeated, members = dict(self.named_parameters()), set(), self.ensemble_size
-        for name, dim, divisor in (
-            ("patch_embed.proj.weight", 1, members),
-            ("head.weight", 0, members),
-            ("head.bias", 0, 1),
-        ):
+        tensors = [("patch_embed.proj.weight", 1, members), ("head.weight", 0, members), ("head.bias", 0, 1)]
+        for name, dim, divisor in tensors:
             loaded, parameter = state_dict.get(prefix + name), own.get(name)
             if loaded is None or parameter is None or members == 1:
                 continue
@@ -172,21 +169,18 @@ class MimoMoeVisionTransformer(MimoMixin, MoeVisionTransformer):
 
 #: As pBE's models in fine-tuning, but with 2 of all 32 experts (table 9).
 _VMOE = {**VMOE, **dict(top_k=2, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
+_DENSE, _SPARSE = variants("vit_mimo", "MIMO in ViT", {}), variants("vmoe_mimo", "MIMO in V-MoE", _VMOE)
 
-default_cfgs = generate_default_cfgs({**cfgs("vit_mimo"), **cfgs("vmoe_mimo")})
-
-
-def _create_dense(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    return create_vit(MimoVisionTransformer, f"vit_mimo_{size}", pretrained, kwargs)
+default_cfgs = cfgs({**_DENSE, **_SPARSE})
 
 
-def _create_sparse(size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    name, dense = f"vmoe_mimo_{size}", f"vit_mimo_{size}"
-    model = create_moe_vit(name, dense, pretrained, {**_VMOE, **ARGS[size]}, kwargs, MimoMoeVisionTransformer)
+def _create_sparse(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    args, dense = {**variant.own_size, **variant.args}, name.replace("vmoe", "vit")
+    model = create_moe_vit(name, dense, pretrained, args, kwargs, MimoMoeVisionTransformer)
     if isinstance(model, MimoMoeVisionTransformer):
         model.dense_args = {**(model.dense_args or {}), "ensemble_size": model.ensemble_size}
     return model
 
 
-register_sizes(__name__, "vit_mimo", "MIMO in ViT", _create_dense)
-register_sizes(__name__, "vmoe_mimo", "MIMO in V-MoE", _create_sparse)
+register_variants(__name__, _DENSE, partial(create_vit, MimoVisionTransformer))
+register_variants(__name__, _SPARSE, _create_sparse)

@@ -105,9 +105,13 @@ def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
         if not isinstance(stacked, nn.Parameter):
             raise ValueError(
                 f"{name} of the experts in {layer.path or 'an expert layer'} is computed from other parameters, so it "
-                "cannot be averaged: take the pruning or weight norm off (torch.nn.utils.prune.remove, "
-                "parametrize.remove_parametrizations). Pruning is not even computed again after a step here, since "
-                "the forward that it hooks into is never called."
+                "cannot be averaged: take the pruning or norm off (torch.nn.utils.prune.remove, remove_weight_norm, "
+                "remove_spectral_norm, parametrize.remove_parametrizations), or train without averaging (share_rate=0)."
+            )
+        if stacked.is_meta:
+            raise ValueError(
+                f"{name} of the experts in {layer.path or 'an expert layer'} has no values to average, since it is on "
+                "the meta device: load the model, or take accelerate's offloading off."
             )
         local_part(stacked)  # raises
         experts.append(stacked)

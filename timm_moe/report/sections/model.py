@@ -20,18 +20,8 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
     """Show the model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
     boxes = _boxes(model)
-    layers = f"each of {len(info.moe_layers)} layers" if len(info.moe_layers) > 1 else "one layer"
-    experts = f"{info.num_experts} in {layers}; {info.top_k} for each {info.routing_unit}"
-    size = {
-        "model": info.name,
-        "experts": experts if info.moe_layers else "none",
-        "members": f"{info.members}{_own_experts(model)}" if info.members > 1 else None,
-        "parameters in training": f"{info.total:,}",
-        "activated for a token": f"{info.activated:,}",
-        "exported": None if info.exported is None else f"{info.exported:,}",
-        "evaluation of an image": f"{info.gflops:.3f} GFLOPs",
-        "input": " x ".join(map(str, info.input_size)),
-    }
+    members = f"{info.members}{_own_experts(model)}" if info.members > 1 else None
+    size = {"model": info.name, **info.rows(), "members": members}
     parts = [
         Part("Where the experts sit", _sentences(model, info, boxes), routes={"kind": "blocks", "blocks": boxes}),
         Part("Size and cost", table=_table(size)),

@@ -39,8 +39,6 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     if folder is None:
         return None
     rows, epochs = _summary(folder), read_epochs(folder)
-    if not rows and not epochs:
-        return None
     points = [
         {"epoch": int(row["epoch"]), "value": row[column], key: series}
         for row in rows
@@ -59,7 +57,8 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
         _dropped_part(layers),
         _router_losses_part(layers),
     ]
-    return Section("run", "The training run", [part for part in parts if part is not None])
+    known = [part for part in parts if part is not None]
+    return Section("run", "The training run", known) if known else None
 
 
 def _summary(folder: Path) -> list[dict[str, float]]:

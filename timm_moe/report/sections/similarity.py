@@ -4,6 +4,7 @@ Shape suffixes: T rows, D width, E experts.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,9 +39,7 @@ class ExpertSimilarity:
 
 
 @torch.inference_mode()
-def expert_similarity(
-    model: nn.Module, images: ImageDataset, inference: Inference | None = None
-) -> list[ExpertSimilarity]:
+def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inference) -> list[ExpertSimilarity]:
     """Compare the experts of each layer of a model in eval mode, on the rows that some of the images give it."""
     layers = moe_layers(model)
     some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
@@ -50,16 +49,16 @@ def expert_similarity(
         x_TD = inputs[0].reshape(-1, inputs[0].shape[-1])
         rows.setdefault(path, x_TD[:: max(1, len(x_TD) // ROWS)][:ROWS])
 
-    handles = [layer.register_forward_pre_hook(partial(keep, path)) for path, layer in layers.items()]
-    try:
-        for (x,), _ in batches([model], images, inference or Inference(), some):
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(partial(keep, path)).remove)
+        for (x,), _ in batches([model], images, inference, some):
             model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     similarities = []
     for path, layer in layers.items():
-        weights_ED = torch.cat([stacked.float().flatten(1) for stacked in whole_experts(layer).values()], 1)
+        weights_ED = torch.cat(
+            [stacked.float().reshape(layer.num_experts, -1) for stacked in whole_experts(layer).values()], 1
+        )
         outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
         cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
         similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
