@@ -75,7 +75,7 @@ def capacity(router, x):
 @given(case=routers())
 def test_every_kept_row_goes_out_and_comes_back_once(case):
     router, x, choices = case
-    order, ends, place, weight = router(x)
+    order, ends, place, weight, _ = router(x)
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
     total = x.shape[0] * x.shape[1]
     assert len(sizes) == router.num_experts
@@ -126,7 +126,7 @@ def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
 @settings(max_examples=60)
 @given(num_experts=st.integers(1, 8), rows=st.integers(0, 40))
 def test_a_random_partition_loses_nothing(num_experts, rows):
-    order, ends, place, _ = RandomPartition(num_experts)(torch.randn(rows, WIDTH))
+    order, ends, place, *_ = RandomPartition(num_experts)(torch.randn(rows, WIDTH))
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
     assert torch.equal(order.sort().values, torch.arange(rows))
     assert torch.equal(order[place[:, 0]], torch.arange(rows))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .functional import in_plain_operators
+from .functional import in_plain_operators, is_exporting
 
 ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
 
@@ -26,12 +26,15 @@ class Routing(NamedTuple):
         offsets: (E,) end of each expert's slots.
         slots: (T, K) slot of each choice of a row; at or after ``offsets[-1]`` for a dropped choice.
         gates: (T, K) factor of each choice's output, zero for a dropped choice; None for all ones.
+        capacity: C, if each expert has C slots, used or not, so that expert e begins at slot C e; else None. A slot
+            that is not used holds some row, and no choice has it.
     """
 
     token_indices: Tensor
     offsets: Tensor
     slots: Tensor
     gates: Tensor | None
+    capacity: int | None = None
 
     def experts(self) -> Tensor:
         """(T, K) the expert of each choice, E for a dropped one."""
@@ -114,24 +117,33 @@ def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
     return Routing(choice_N // choices, offsets, slot_N.view(rows, choices), gate_TK)
 
 
+def has_equal_slots(device: torch.device) -> bool:
+    """Tell if each expert has equally many slots where the capacity is known before the choices.
+
+    The experts then compute batched products, and the host waits for no count. A CPU has nothing to wait for: there an
+    expert computes its own rows alone. So does an exported program, since a capacity would limit its batch sizes.
+    """
+    return device.type != "cpu" and not is_exporting()
+
+
 def assign(expert_GSK: Tensor, gate_GSK: Tensor, rank_GSK: Tensor, length_GE: Tensor, capacity: int) -> Routing:
     """Give each choice that is within the capacity of its expert in each group a slot of the expert."""
     groups, rows, _ = expert_GSK.shape
     num_experts = length_GE.shape[1]
+    is_padded = has_equal_slots(expert_GSK.device)
     num_slots, allowed = expert_GSK.numel(), groups * num_experts * capacity
-    if expert_GSK.is_meta:  # where costs are counted: all slots, used or not, as in V-MoE's implementation
-        num_slots = allowed
-    elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-        num_slots = min(num_slots, allowed + 1)  # one of padding
-    kept_EG = length_GE.T.clamp(max=capacity)
+    if is_padded or not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        num_slots = allowed + 1 if is_padded else min(num_slots, allowed + 1)  # one for all that is dropped
+    kept_EG = torch.full_like(length_GE.T, capacity) if is_padded else length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
     slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + rank_GSK
     is_kept_GSK = rank_GSK < capacity
-    slot_GSK = torch.where(is_kept_GSK, slot_GSK, num_slots - 1)  # padding, if anything is dropped
+    slot_GSK = torch.where(is_kept_GSK, slot_GSK, num_slots - 1)  # after the experts' slots, if anything is dropped
     gate_GSK = torch.where(is_kept_GSK, gate_GSK, 0)
     row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
     token_indices = row_GSK.new_zeros(num_slots).scatter_(0, slot_GSK.flatten(), row_GSK.flatten())
-    return Routing(token_indices, kept_EG.sum(1).cumsum(0), slot_GSK.flatten(0, 1), gate_GSK.flatten(0, 1))
+    offsets, of_expert = kept_EG.sum(1).cumsum(0), groups * capacity if is_padded else None
+    return Routing(token_indices, offsets, slot_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), of_expert)
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .checks import check_choice
 from .functional import call, put_modules
-from .grouped import sizes_of_runs
+from .grouped import multiplies_by_offsets, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent")
@@ -175,6 +175,10 @@ class Experts(StackedParameters):
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
         return [path for path in self._weights if path and _has_adapters(attrgetter(path)(self))]
 
+    @property
+    def _matrix_widths(self) -> set[int]:
+        return {width for shape in self.stacked_shapes.values() if len(shape) == 3 for width in shape[1:]}
+
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
         self._require_merged(self.adapted())
@@ -198,12 +202,16 @@ class Experts(StackedParameters):
         """True if the network runs once over the rows of all experts."""
         return self._grouped is not None
 
-    def run(self, x_ND: Tensor, end_E: Tensor) -> Tensor:
-        """Apply each expert to its run of rows; the runs end at ``end_E``.
+    def run(self, x_ND: Tensor, end_E: Tensor, capacity: int | None = None) -> Tensor:
+        """Apply each expert to its run of rows; the runs end at ``end_E``, and are of equal length with a capacity.
 
         The outputs, (N, width), are zero after the last run. An expert without rows has zero gradients, not None, as
         data-parallel training needs.
         """
+        if capacity is not None:
+            return self._run_batched(x_ND, capacity)
+        if not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
+            end_E = end_E.cpu()  # a GPU's host waits here once, and in no product, forward or backward
         if self._grouped is None:
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
             outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
@@ -216,6 +224,16 @@ class Experts(StackedParameters):
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
         y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0))
         return y_NH.masked_fill(is_after_N1, 0)
+
+    def _run_batched(self, x_ND: Tensor, capacity: int) -> Tensor:
+        """Apply each expert to ``capacity`` rows, by batched products that need no counts."""
+        rows = self.num_experts * capacity
+        x_ECD = x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1])
+        if self._grouped is None:
+            y_ECD = torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
+        else:
+            y_ECD = self._call(self._grouped, self.expert_weights(), x_ECD)
+        return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
 
     def each(self) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""

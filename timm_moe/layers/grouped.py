@@ -1,7 +1,8 @@
 """Products of the experts' rows with stacked matrices, as operators that compilers know.
 
 The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No shape depends on the
-lengths of the runs, and where ``torch.nn.functional.grouped_mm`` can multiply, CUDA needs no synchronisation for them.
+lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU, and with ``end_E`` on a GPU nothing does where
+:func:`multiplies_by_offsets`; elsewhere each product waits for the lengths.
 
 Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
 """
@@ -32,9 +33,8 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
     Raises:
         RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode differentiation.
     """
-    device = x_ND.device.type
-    if x_ND.dtype != torch.float64 and not x_ND.is_meta and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = _autocast_dtype(x_ND)
+    if dtype is not None:
         x_ND, weight_EHD = x_ND.to(dtype), weight_EHD.to(dtype)
         bias_EH = bias_EH if bias_EH is None else bias_EH.to(dtype)
     return _call(_Linear, x_ND, weight_EHD, bias_EH, end_E)
@@ -97,14 +97,20 @@ class _Outer(torch.autograd.Function):
         return grad_y, grad_x, None, None
 
 
-torch.library.define("timm_moe::grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor")
-torch.library.define("timm_moe::grouped_outer", "(Tensor y, Tensor x, Tensor end, bool with_sum) -> (Tensor, Tensor)")
+#: They may read their last tensor on the host, which a CUDA graph would not repeat. Old versions of torch lack the tag.
+_TAGS = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) else []
+torch.library.define(
+    "timm_moe::grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", tags=_TAGS
+)
+torch.library.define(
+    "timm_moe::grouped_outer", "(Tensor y, Tensor x, Tensor end, bool with_sum) -> (Tensor, Tensor)", tags=_TAGS
+)
 
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
 def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
     _check_fit(end_E, x_ND, weight_EHD, bias_EH)
-    if _needs_no_sizes(x_ND, weight_EHD):
+    if _is_by_offsets(x_ND, weight_EHD, end_E):
         return _linear_on_gpu(x_ND, weight_EHD, bias_EH, end_E)
     y_NH = x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
     sizes = sizes_of_runs(end_E, x_ND)
@@ -123,7 +129,7 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
 @torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
 def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
     _check_fit(end_E, x_ND, None, y_NH)
-    if _needs_no_sizes(x_ND, y_NH):
+    if _is_by_offsets(x_ND, y_NH, end_E):
         return _outer_on_gpu(y_NH, x_ND, end_E, with_sum)
     product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, end_E, with_sum)
     sizes = sizes_of_runs(end_E, x_ND)
@@ -140,19 +146,40 @@ def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) ->
 
 
 def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
-    """Number of rows of each expert (on meta equally many) and after the last run; on a GPU the host waits for it."""
+    """Number of rows of each expert (on meta equally many) and after the last run; the host waits for a GPU's."""
     rows, experts = x_ND.shape[0], end_E.shape[0]
     ends = [rows * (expert + 1) // experts for expert in range(experts)] if end_E.is_meta else end_E.tolist()
     return [end - start for start, end in itertools.pairwise([0, *ends, rows])]
 
 
-def _needs_no_sizes(x_ND: Tensor, other: Tensor) -> bool:
-    """True on a GPU for a bias alone and for what grouped_mm takes: bfloat16, widths of a multiple of 16 bytes."""
-    if not x_ND.is_cuda or x_ND.shape[1] == 0:
-        return x_ND.is_cuda
-    is_bfloat16 = x_ND.dtype == other.dtype == torch.bfloat16
-    fits = x_ND.numel() > 0 and other.numel() > 0 and all(w % 8 == 0 for w in (x_ND.shape[-1], *other.shape[1:]))
-    return _grouped_mm is not None and is_bfloat16 and fits
+def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
+    """Tell if ``torch.nn.functional.grouped_mm`` multiplies rows by matrices of these widths without a wait.
+
+    It has kernels for CUDA devices of capability 9 and 10 alone, in bfloat16, and from CUDA 13.3 on in float16; its
+    fallback for others copies the offsets to the host. Widths must be multiples of 16 bytes. The last offset may equal
+    the number of rows, as in torch's own tests.
+    """
+    dtype = _autocast_dtype(x_ND) or x_ND.dtype
+    if _grouped_mm is None or not x_ND.is_cuda or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    has_float16 = tuple(map(int, torch.version.cuda.split(".")[:2])) >= (13, 3)
+    has_kernel = dtype == torch.bfloat16 or (dtype == torch.float16 and has_float16)
+    fits = x_ND.numel() > 0 and all(width > 0 and width % 8 == 0 for width in (x_ND.shape[1], *widths))
+    return has_kernel and fits and torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type to which autocast casts the inputs of a linear layer; None if it leaves them alone."""
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def _is_by_offsets(x_ND: Tensor, other: Tensor, end_E: Tensor) -> bool:
+    """Tell if a product runs by offsets on the GPU: a bias alone, and what grouped_mm takes."""
+    if not end_E.is_cuda:
+        return False
+    return x_ND.shape[1] == 0 or (x_ND.dtype == other.dtype and multiplies_by_offsets(x_ND, *other.shape[1:]))
 
 
 def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
@@ -192,7 +219,9 @@ def _check_fit(end_E: Tensor, x_ND: Tensor, weight_EHD: Tensor | None, other: Te
     """Raise RuntimeError where a result would hold values that nobody wrote."""
     if weight_EHD is not None and weight_EHD.shape[0] != end_E.shape[0]:
         raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
-    devices = {tensor.device for tensor in (end_E, x_ND, weight_EHD, other) if tensor is not None}
+    devices = {tensor.device for tensor in (x_ND, weight_EHD, other) if tensor is not None}
+    if end_E.device.type != "cpu":  # where the host knows the lengths
+        devices.add(end_E.device)
     if len(devices) > 1:
         raise RuntimeError(
             f"Rows, experts and routing are on different devices ({', '.join(sorted(map(str, devices)))}): move the "

@@ -33,10 +33,16 @@ class _Grouped(nn.Module):
 
 
 class GroupedLinear(_Grouped):
+    """A linear layer for the rows of all experts: runs (N, D), or equally many rows for each expert, (E, C, D)."""
+
     weight: Tensor
 
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return grouped_linear(x_ND, self.weight, self.bias, self.end)
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            return grouped_linear(x, self.weight, self.bias, self.end)
+        if self.bias is None:
+            return torch.bmm(x, self.weight.transpose(1, 2))
+        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.transpose(1, 2))
 
 
 class GroupedNorm(_Grouped):
@@ -48,13 +54,16 @@ class GroupedNorm(_Grouped):
         plain._parameters = dict.fromkeys(module._parameters)
         object.__setattr__(self, "plain", plain)  # not a submodule, as a call replaces nothing in it
 
-    def forward(self, x_NH: Tensor) -> Tensor:
-        y_NH = self.plain(x_NH)
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.plain(x)
         if self.weight is not None:
-            y_NH = y_NH * spread_over_rows(self.weight, self.end, len(x_NH)).to(y_NH.dtype)
+            y = y * self._for_rows(self.weight, x).to(y.dtype)
         if self.bias is not None:
-            y_NH = y_NH + spread_over_rows(self.bias, self.end, len(x_NH)).to(y_NH.dtype)
-        return y_NH
+            y = y + self._for_rows(self.bias, x).to(y.dtype)
+        return y
+
+    def _for_rows(self, stacked_EH: Tensor, x: Tensor) -> Tensor:
+        return stacked_EH.unsqueeze(1) if x.ndim == 3 else spread_over_rows(stacked_EH, self.end, len(x))
 
 
 def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:

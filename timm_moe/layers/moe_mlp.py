@@ -112,7 +112,7 @@ class MoeMlp(Experts):
         if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
             y_TD = self._weigh_all(x_TD, routing)
         else:
-            y_TD = combine(self.run(dispatch(x_TD, routing), routing.offsets), routing)
+            y_TD = combine(self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity), routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _count_forward(self) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
+from .functional import is_exporting
 from .router import Router
 
-#: torch 2.6 has no such function.
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 #: Never entered: only asked whether backward is running.
 _tracker = ModuleTracker()
 #: Records that gather at most: as many as several forwards of the deepest models whose blocks share a router.

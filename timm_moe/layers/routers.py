@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, assign_all, expert_capacity, queue
+from .dispatch import ROUNDINGS, Routing, assign, assign_all, expert_capacity, has_equal_slots, queue
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .router import Router
@@ -36,13 +36,21 @@ class RandomPartition(Router):
     depends_on_input = False
 
     def forward(self, x: Tensor) -> Routing:
-        rows = math.prod(x.shape[:-1])
-        quotient, remainder = rows // self.num_experts, rows % self.num_experts  # torch.compile knows no divmod
-        number = torch.arange(1, self.num_experts + 1, device=x.device)
-        token_indices = torch.randperm(rows, device=x.device)
-        slots = torch.empty_like(token_indices)
-        slots[token_indices] = torch.arange(rows, device=x.device)
-        return Routing(token_indices, number * quotient + number.clamp(max=remainder), slots.unsqueeze(1), None)
+        rows, experts = math.prod(x.shape[:-1]), self.num_experts
+        quotient, remainder = rows // experts, rows % experts  # torch.compile knows no divmod
+        number_E = torch.arange(1, experts + 1, device=x.device)
+        row_T = torch.randperm(rows, device=x.device)
+        position_T, slot_T = torch.arange(rows, device=x.device), torch.empty_like(row_T)
+        if not has_equal_slots(x.device):
+            slot_T[row_T] = position_T
+            return Routing(row_T, number_E * quotient + number_E.clamp(max=remainder), slot_T.unsqueeze(1), None)
+        capacity = quotient + (1 if remainder else 0)
+        if remainder:  # the later parts leave their last slot empty
+            position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
+        slot_T[row_T] = position_T
+        token_indices = row_T.new_zeros(experts * capacity).scatter_(0, position_T, row_T)
+        gates = x.new_ones(rows, 1) if remainder else None  # with gates, unused slots get no gradient
+        return Routing(token_indices, number_E * capacity, slot_T.unsqueeze(1), gates, capacity)
 
 
 class TopKRouter(RecordingRouter):
@@ -171,7 +179,7 @@ class TopKRouter(RecordingRouter):
                 expert_N = expert_GSK.flatten()
                 load = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
                 losses = self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK)))
-                self.record(losses, load, load.sum() - routing.offsets[-1], logits_GBNE.isfinite().all())
+                self.record(losses, load, (routing.slots >= routing.offsets[-1]).sum(), logits_GBNE.isfinite().all())
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
@@ -259,6 +267,7 @@ class ImageRouter(TopKRouter):
             offsets=routing.offsets * rows,
             slots=routing.slots.repeat_interleave(rows, 0) * rows + row.repeat(x.shape[0]).unsqueeze(1),
             gates=None if routing.gates is None else routing.gates.repeat_interleave(rows, 0),
+            capacity=None if routing.capacity is None else routing.capacity * rows,
         )
 
     def probabilities(self, x: Tensor) -> Tensor:
@@ -352,9 +361,10 @@ class PartitionedRouter(EnsembleRouter):
         def choices_of_row(per_member: Tensor) -> Tensor:
             return per_member.view(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
 
-        copies, offsets, slots, gates = super().forward(x.repeat_interleave(members, 0))
+        copies, offsets, slots, gates, capacity = super().forward(x.repeat_interleave(members, 0))
         token_indices = copies // (members * rows) * rows + copies % rows
-        return Routing(token_indices, offsets, choices_of_row(slots), None if gates is None else choices_of_row(gates))
+        gates = None if gates is None else choices_of_row(gates)
+        return Routing(token_indices, offsets, choices_of_row(slots), gates, capacity)
 
 
 class MultiHeadRouter(TopKRouter):
@@ -371,11 +381,11 @@ class MultiHeadRouter(TopKRouter):
         def choice_of_copy(per_row: Tensor) -> Tensor:
             return per_row.view(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
 
-        token_indices, offsets, slots, gates = super().forward(x[:: self.top_k])
+        token_indices, offsets, slots, gates, capacity = super().forward(x[:: self.top_k])
         slots = choice_of_copy(slots)
         copies = torch.arange(slots.shape[0], device=x.device)
         token_indices = torch.zeros_like(token_indices).scatter_(0, slots.flatten(), copies)
-        return Routing(token_indices, offsets, slots, None if gates is None else choice_of_copy(gates))
+        return Routing(token_indices, offsets, slots, None if gates is None else choice_of_copy(gates), capacity)
 
 
 def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,219 @@
+"""Equally many slots for each expert, as on GPUs, and the host's waits for a GPU, without one."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import Mlp, SwiGLU
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from timm_moe.layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    TopKRouter,
+    grouped,
+)
+from timm_moe.layers import dispatch as dispatch_module
+from timm_moe.layers import routers as routers_module
+
+WIDTH = 8
+ROUTED = (TopKRouter, ImageRouter, EnsembleRouter, PartitionedRouter, MultiHeadRouter)
+
+
+class ByTwo(nn.Module):
+    """A network of the user's, which runs expert by expert, and divides by a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.fc(x / x.norm(dim=-1, keepdim=True))
+
+
+NETWORKS = {
+    "Mlp": lambda: Mlp(WIDTH, 12),
+    "Mlp without bias": lambda: Mlp(WIDTH, 12, bias=False),
+    "SwiGLU with a norm": lambda: SwiGLU(WIDTH, 12, norm_layer=nn.LayerNorm),
+    "own": ByTwo,
+}
+
+
+@contextlib.contextmanager
+def equal_slots():
+    """On the CPU, what other devices do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dispatch_module, routers_module):
+            patch.setattr(module, "has_equal_slots", lambda device: True)
+        yield
+
+
+@st.composite
+def layers(draw):
+    """An expert layer in float64 and a batch for it."""
+    kind = draw(st.sampled_from([None, *ROUTED]))
+    members, each = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    num_experts, images, rows = members * each, draw(st.integers(0, 4)), draw(st.integers(1, 7))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    network = NETWORKS[draw(st.sampled_from(sorted(NETWORKS)))]()
+    if kind is None:
+        return EwaMlp(network, num_experts, "independent").double(), torch.randn(images, rows, WIDTH).double()
+    top_k = draw(st.integers(1, each))
+    options = {"ensemble_size": members} if issubclass(kind, EnsembleRouter) else {}
+    options["capacity_factor"] = draw(st.sampled_from([None, 0.4, 1.0, 1.5]))
+    router = kind(WIDTH, num_experts, top_k, capacity_multiple=draw(st.sampled_from([1, 4])), **options)
+    nn.init.normal_(router.weight)
+    copies = top_k if kind is MultiHeadRouter else members if kind is EnsembleRouter else 1
+    layer = MoeMlp(network, router, num_experts, "independent").double()
+    return layer, torch.randn(images * copies, rows, WIDTH).double()
+
+
+def values_and_gradients(layer, x):
+    torch.manual_seed(0)
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+    return {"y": y, "x": x.grad} | {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=layers())
+def test_values_and_gradients_are_those_without_unused_slots(case):
+    layer, x = case
+    expected = values_and_gradients(layer, x)
+    with equal_slots():
+        actual = values_and_gradients(layer, x)
+    assert {name for name, value in actual.items() if value is None} <= {"router.weight"}
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 9])
+def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
+    layer, x = EwaMlp(Mlp(WIDTH, 12), 4, "independent"), torch.randn(rows, WIDTH)
+    torch.manual_seed(0)
+    expected = layer.router(x)
+    with equal_slots():
+        torch.manual_seed(0)
+        routing = layer.router(x)
+        assert torch.equal(routing.experts(), expected.experts())
+        assert routing.capacity == -(-rows // 4)
+        x_ND = dispatch_module.dispatch(x.requires_grad_(), routing)
+        x_ND.retain_grad()
+        dispatch_module.combine(layer.run(x_ND, routing.offsets, routing.capacity), routing).sum().backward()
+    is_used_N = torch.zeros(len(x_ND), dtype=torch.bool)
+    is_used_N[routing.slots.flatten()] = True
+    assert (x_ND.grad[~is_used_N] == 0).all()
+    assert is_used_N.sum() == rows
+
+
+def test_second_derivatives():
+    layer, x = EwaMlp(Mlp(WIDTH, 4), 3).double(), torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True)
+    with equal_slots():
+
+        def run(x):
+            torch.manual_seed(0)
+            return layer(x)
+
+        assert torch.autograd.gradgradcheck(run, x, atol=1e-6)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: a value that is read, and a tensor that is copied to the CPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        is_copy = operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda and not result.is_cuda
+        self.number += is_copy or operator.overloadpacket is torch.ops.aten._local_scalar_dense
+        return result
+
+
+def fake_cuda(model):
+    """Replace parameters and buffers by CUDA tensors without values."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not tensor.is_meta:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                    tensors[name] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+    return model
+
+
+@contextlib.contextmanager
+def cuda_autocast(dtype):
+    """torch.autocast, which switches itself off where there is no GPU."""
+    if dtype is None:
+        yield
+        return
+    previous = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", previous)
+
+
+#: Waits of each expert layer in a forward pass of training, and in one of eval mode.
+MODELS = {
+    "vit_xtiny_ewa_moe": (dict(num_experts=3), 0, 0),
+    "swin_tiny_patch2_window4_32_ewa_moe": (dict(embed_dim=16, depths=(1, 1), num_heads=(2, 2), num_experts=3), 0, 0),
+    "widenet_b": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2), 0, 1),
+    "vmoe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 1),
+    "vmoe_pbe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 0),
+    "vimoe_s14_shared": (dict(img_size=28, embed_dim=32, depth=2, num_heads=2), 1, 1),
+    "vit_tiny_moe": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, top_k=2, capacity_factor=4.0), 1, 1),
+    "ones_b": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2), 0, 1),
+}
+
+
+@pytest.mark.parametrize("amp", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_waits_of_a_forward_pass(name, amp):
+    """One for each layer without capacities, which asks for the counts once; none for others."""
+    options, training, evaluation = MODELS[name]
+    model = timm.create_model(name, num_classes=4, **options)
+    size = options.get("img_size", 32)
+    calls = []
+    for layer in model.modules():
+        if isinstance(layer, MoeMlp):  # WideNet's is called once for each block
+            layer.register_forward_hook(lambda *_: calls.append(1))
+    with FakeTensorMode():
+        model, images = fake_cuda(model), torch.empty(4, 3, size, size, device="cuda")
+        for mode, expected in ((True, training), (False, evaluation)):
+            model.train(mode)
+            with torch.no_grad(), cuda_autocast(amp), Waits() as waits:
+                assert model(images).is_cuda
+            assert waits.number == expected * len(calls)
+            calls.clear()
+
+
+def test_operators_of_a_gpu_and_their_backward_formulas_read_nothing():
+    with FakeTensorMode(), Waits() as waits:
+        x, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((12, 16), (3, 8, 16)))
+        bias, end = (
+            torch.empty(3, 8, dtype=torch.bfloat16, device="cuda"),
+            torch.empty(3, dtype=torch.long, device="cuda"),
+        )
+        y = grouped._linear_on_gpu(x, weight, bias, end)
+        product, total = grouped._outer_on_gpu(y, x, end, True)
+        linear = SimpleNamespace(saved_tensors=(x, weight, end), needs_input_grad=(True, True, True, False))
+        outer = SimpleNamespace(saved_tensors=(y, x, end), needs_input_grad=(True, True, False, False), with_sum=True)
+        gradients = [*grouped._Linear.backward(linear, y)[:3], *grouped._Outer.backward(outer, product, total)[:2]]
+    assert [tuple(tensor.shape) for tensor in (y, product, total)] == [(12, 8), (3, 8, 16), (3, 8)]
+    assert [tuple(tensor.shape) for tensor in gradients] == [(12, 16), (3, 8, 16), (3, 8), (12, 8), (12, 16)]
+    assert waits.number == 0
