@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.fx import Proxy
 
 
 def call(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -32,6 +33,12 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str =
         },
     )
     return copied
+
+
+def kept_whole(module: nn.Module, x: Proxy) -> Proxy:
+    """Make one node of a module in a graph of torch.fx, as timm's tracer does; torchvision's knows no such modules."""
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
 
 def no_autocast(x: Tensor) -> Any:

@@ -90,9 +90,10 @@ class BatchEnsembleLinear(nn.Module):
         members = self.ensemble_size
         if x.shape[0] % members:
             raise ValueError(f"A batch of {x.shape[0]} does not hold each image {members} times, once for each member.")
+        batch = x.shape[:-1]
         x = x.unflatten(0, (x.shape[0] // members, members))
         y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(self.output_factor, x)
-        return (y if self.bias is None else y + _like(self.bias, y)).flatten(0, 1)
+        return (y if self.bias is None else y + _like(self.bias, y)).reshape(*batch, y.shape[-1])
 
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
