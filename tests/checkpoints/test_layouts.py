@@ -80,11 +80,11 @@ def test_ema_weights_are_found(layout, tmp_path):
     [
         (
             {"schema": {}, "swa_weights": {}},
-            "no EMA weights that are known here, but state_dict, schema, swa_weights: ",
+            "no EMA weights that are known, but state_dict, schema, swa_weights: ",
         ),
         (
             {"ema_0.99": {"a": torch.ones(1)}, "ema_0.999": {"a": torch.ones(1)}},
-            "several EMA weights that are known here, but ema_0.99, ema_0.999: write the weights to take to a file",
+            "several EMA weights that are known, but ema_0.99, ema_0.999: write the weights to take to a file",
         ),
     ],
 )
@@ -149,7 +149,5 @@ class Shell:
 @pytest.mark.parametrize("bad", [Shell(), decimal.Decimal(1), np.array([Shell()], dtype=object)])
 def test_the_rest_is_refused_with_the_remedy(bad, tmp_path):
     torch.save({"state_dict": vit().state_dict(), "more": bad}, tmp_path / "a.pth")
-    with pytest.raises(
-        ValueError, match=r"runs code when it is read \(.*\), which is refused: write its weights alone"
-    ):
+    with pytest.raises(ValueError, match=r"runs code when it is read \(.*\), which is refused: write its weights"):
         read_checkpoint(tmp_path / "a.pth")

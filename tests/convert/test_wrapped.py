@@ -40,7 +40,7 @@ def with_compiled_block(model):
 def test_a_wrapped_model_is_refused(wrapper):
     for model in (wrapper(vit()), Classifier(wrapper)):
         before = dict(model.named_modules())
-        with pytest.raises(ValueError, match="is wrapped already, by .*: convert the model first, then wrap it"):
+        with pytest.raises(ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"):
             timm_moe.convert_to_moe(model)
         assert dict(model.named_modules()) == before
 
@@ -58,7 +58,7 @@ def refusals(rank, folder):
     models = dict(ddp=ddp, inside=ddp.module, around=Classifier(DistributedDataParallel), fsdp=fsdp)
     models |= dict(inside_fsdp=fsdp.module, sharded=sharded, compiled=torch.compile(ddp))
     for name, model in models.items():
-        with pytest.raises(ValueError, match="is wrapped already, by .*: convert the model first, then wrap it"):
+        with pytest.raises(ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"):
             raise AssertionError(f"{name} was converted: {timm_moe.convert_to_moe(model)}")
     model = ddp.module
     del ddp, models
@@ -111,7 +111,7 @@ def test_a_checkpoint_with_other_expert_layers_is_refused(way, router, strict):
 
 def test_layers_of_two_conversions_are_one_set():
     model = timm_moe.convert_to_moe(convert("1"), moe_layers="3", router="top_k")
-    with pytest.raises(ValueError, match="has experts, but none in blocks.3.mlp.fc1.weight"):
+    with pytest.raises(ValueError, match=r"has experts, but none in blocks.3.mlp.fc1.weight"):
         model.load_state_dict(convert("1").state_dict())
     dense = timm_moe.to_dense(model)
     assert not {**dense._forward_pre_hooks, **dense._load_state_dict_pre_hooks, **dense.blocks[1]._forward_pre_hooks}

@@ -364,8 +364,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
         if needed:
             raise ValueError(
-                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights alone to a "
-                "file, by torch.save(model.state_dict(), file)."
+                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to a file "
+                "of their own, by torch.save(model.state_dict(), file)."
             ) from error
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
@@ -429,8 +429,8 @@ def _ema_weights(checkpoint: dict[str, Any], plain: Any, path: Path) -> Any:
     if len(found) != 1:
         names = ", ".join(shown(name)[1:-1] for name in [*(found or checkpoint)][:20] if isinstance(name, str))
         raise ValueError(
-            f"{path} has {'several' if found else 'no'} EMA weights that are known here, but {names}: write the weights "
-            "to take to a file of their own. (train.py writes state_dict_ema with --model-ema.)"
+            f"{path} has {'several' if found else 'no'} EMA weights that are known, but {names}: write the weights to "
+            "take to a file of their own. (train.py writes state_dict_ema with --model-ema.)"
         )
     (weights,) = found.values()
     held = [name for name in weights if name.startswith("module.")]  # an AveragedModel counts its updates, too

@@ -68,8 +68,8 @@ def note_padding(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     padding = _padding(block, name, mask) if isinstance(mask, Tensor) else None
     if mask is not None and not isinstance(mask, Tensor):
         warnings.warn(
-            f"Experts cannot see which tokens are padding by a mask that is a {type(mask).__name__}: padding takes part "
-            "in the capacities, losses and statistics of the routers. Take another implementation of the attention.",
+            f"Experts cannot see which tokens are padding by a mask that is a {type(mask).__name__}, so padding takes "
+            "part in capacities, router losses and loads: take another implementation of the attention.",
             stacklevel=2,
         )
     for layer in block.children():

@@ -207,11 +207,9 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Copy tensors that have several names, as in CoaT, or gaps or another order in memory: safetensors refuses them."""
+    """Copy tensors that safetensors refuses: several names for one memory, as in CoaT, or another order in it."""
     seen: set[int] = set()
     for name, tensor in state_dict.items():
         memory = tensor.untyped_storage().data_ptr()
-        state_dict[name] = (
-            tensor.clone(memory_format=torch.contiguous_format) if memory in seen else tensor.contiguous()
-        )
+        state_dict[name] = (tensor.clone() if memory in seen else tensor).contiguous()
         seen.add(memory)

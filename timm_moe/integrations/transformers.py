@@ -204,7 +204,7 @@ def _of_outputs(loss: Any, outputs: Any, labels: Tensor, num_items_in_batch: Any
 def _load_saved_names(load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(trainer.model, PreTrainedModel):
         return load(trainer, *args, **kwargs)
-    # The conversion's own hook comes before this one, when names are still those of the file.
+    # The conversion's own hook comes before this one, by the file's names.
     hooks = (_take_saved_names, check_loaded_layers)
     handles = [trainer.model.register_load_state_dict_pre_hook(hook) for hook in hooks]
     try:

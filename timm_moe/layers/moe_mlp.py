@@ -125,12 +125,12 @@ class MoeMlp(Experts):
         is_idle = not self.training and getattr(router, "eval_capacity_factor", 0) is None
         if padding.shape != x.shape[:-1] or router.routing_unit == "image" or is_idle:
             return False
-        if router.needs_whole_images:
+        if router.needs_whole_images and padding.any():
             raise ValueError(
                 f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
                 "counts images: take no group_images and no ensemble."
             )
-        return True
+        return not router.needs_whole_images
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
