@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+#: numpy's types of single numbers.
 _CODES = "?bhilqBHILQefd"
 
 
@@ -38,8 +39,8 @@ def _number(kind: _Type, data: Any = None) -> Any:
     """Read a numpy scalar as a number of Python; other scalars are ignored."""
     try:
         raw = data.encode("latin1") if isinstance(data, str) else data
-        dtype = np.dtype(kind.code)
-        return np.frombuffer(raw, dtype.newbyteorder(kind.order))[0].item() if dtype.char in _CODES else _Ignored()
+        dtype = np.dtype(kind.order + kind.code)
+        return np.frombuffer(raw, dtype)[0].item() if dtype.char in _CODES else _Ignored()
     except (TypeError, ValueError, IndexError):
         return _Ignored()
 

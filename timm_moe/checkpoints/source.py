@@ -364,8 +364,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
         if needed:
             raise ValueError(
-                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to a file "
-                "of their own, by torch.save(model.state_dict(), file)."
+                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to "
+                "a file of their own, by torch.save(model.state_dict(), file)."
             ) from error
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
