@@ -106,7 +106,12 @@ HARMLESS = {
     "random states": [np.random.get_state(), random.getstate(), torch.get_rng_state()],
     "path": pathlib.Path("runs/1"),
     "foreign path": pathlib.PureWindowsPath("runs\\1"),
-    "dates": [datetime.datetime.now(datetime.UTC), datetime.date.today(), datetime.timedelta(3), datetime.time(1)],
+    "dates": [
+        datetime.datetime.now(datetime.timezone.utc),
+        datetime.date.today(),
+        datetime.timedelta(3),
+        datetime.time(1),
+    ],
     "torch": [torch.Size([1]), torch.float32, torch.device("cpu")],
     "namespaces": [argparse.Namespace(a=argparse.Namespace(b=1)), types.SimpleNamespace(a=1)],
     "collections": [

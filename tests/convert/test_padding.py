@@ -133,8 +133,32 @@ def test_images_that_are_counted_whole_cannot_have_padding():
 
 def test_a_mask_that_cannot_be_read_is_told():
     model = encoder(True)
-    with pytest.warns(UserWarning, match="cannot see which tokens are padding by a mask that is a str"):
+    with pytest.warns(UserWarning, match="cannot see padding by 'src_key_padding_mask' of a .*, a str"):
         note_padding(model.layers[0], (), {"src_key_padding_mask": "mask"}, name="src_key_padding_mask", position=2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+
+
+class Named(Block):
+    def forward(self, x, key_padding_mask=None):
+        return x + self.net(x)
+
+
+class Unknown(Block):
+    def forward(self, x, mask=None):
+        return x + self.net(x)
+
+
+def test_masks_of_own_blocks():
+    x, mask = torch.randn(2, 6, 8), (torch.arange(6) > 3).expand(2, 6)
+    named, unknown = (timm_moe.convert_to_moe(block(), **OPTIONS, modules=["net"]) for block in (Named, Unknown))
+    assert torch.equal(named.train()(x, key_padding_mask=mask)[mask], x[mask])
+    with pytest.warns(UserWarning, match=r"cannot see padding by 'mask' of a Unknown, a Tensor, .* key_padding_mask"):
+        unknown.train()(x, mask)
 
 
 TEXT = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)

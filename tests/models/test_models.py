@@ -80,6 +80,7 @@ def test_feature_extraction_by_tracing_keeps_expert_layers_whole(images):
         ("widenet_b", dict(routing_groups=2)),
         ("t2t_i2_32_ewa_moe", {}),
         ("vmoe_pbe_s32", {}),
+        ("vit_be_s32", {}),
     ],
 )
 def test_torchvisions_feature_extraction(name, options, training, images):

@@ -68,7 +68,7 @@ _NUMPY = [
     }.items()
 ]
 #: For ``torch.serialization.safe_globals``: what takes the place of a class or function, and its name in a file.
-HARMLESS: list[tuple[Any, str]] = [
+HARMLESS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (types.SimpleNamespace, "types.SimpleNamespace"),
     (_dictionary, "collections.defaultdict"),

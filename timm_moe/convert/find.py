@@ -109,7 +109,7 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
             raise ValueError(f"modules names {path} and {outer}, of which one is inside the other.")
         if not isinstance(network, MoeMlp):
             check_network(model, path, network)
-    return places
+    return {**places}
 
 
 def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:

@@ -15,8 +15,8 @@ from .blocks import expert_parameters, moe_layers
 
 _logger = logging.getLogger(__name__)
 
-#: Arguments of a block's forward that tell which tokens are padding, in timm, transformers and torch.
-_MASKS = ("attn_mask", "attention_mask", "src_key_padding_mask")
+#: Arguments of a block's forward that may tell which tokens are padding, in timm, transformers, torch and elsewhere.
+_MASKS = ("attn_mask", "attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "mask")
 
 
 def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
@@ -65,11 +65,14 @@ def check_loaded_layers(model: nn.Module, state_dict: dict[str, Any], prefix: st
 def note_padding(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, position: int) -> None:
     """Tell the expert layers of a block which of its tokens are padding, by its mask; a forward pre-hook."""
     mask = args[position] if len(args) > position else kwargs.get(name)
-    padding = _padding(block, name, mask) if isinstance(mask, Tensor) else None
-    if mask is not None and not isinstance(mask, Tensor):
+    padding = None
+    if isinstance(mask, Tensor) and name != "mask":  # which may be true for either
+        padding = _padding(block, name, mask)
+    elif mask is not None:
         warnings.warn(
-            f"Experts cannot see which tokens are padding by a mask that is a {type(mask).__name__}, so padding takes "
-            "part in capacities, router losses and loads: take another implementation of the attention.",
+            f"Experts cannot see padding by {name!r} of a {type(block).__name__}, a {type(mask).__name__}, so padding "
+            "counts in capacities, router losses and loads: give the block a tensor named attention_mask (true for "
+            "tokens) or key_padding_mask (true for padding).",
             stacklevel=2,
         )
     for layer in block.children():
@@ -83,9 +86,10 @@ def _padding(block: Any, name: str, mask: Tensor) -> Tensor | None:
     Padding is what no token attends to. A mask is a boolean that is true for what takes part, except torch's, or a
     number that is added to the attention, except the numbers 0 and 1 for each token of transformers.
     """
-    if name == "src_key_padding_mask":
-        padding = mask if mask.dtype == torch.bool else mask.isneginf()
-        return padding if block.self_attn.batch_first or mask.ndim == 1 else padding.T
+    if name.endswith("padding_mask"):
+        padding = mask.isneginf() if mask.is_floating_point() else mask != 0
+        is_transposed = isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
+        return padding.T if is_transposed and mask.ndim == 2 else padding
     is_added = mask.is_floating_point() and mask.ndim > 2
     attends = mask > torch.finfo(mask.dtype).min if is_added else mask != 0
     if mask.ndim > 2:

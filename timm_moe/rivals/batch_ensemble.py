@@ -10,10 +10,12 @@ import torch
 from timm.layers import trunc_normal_
 from timm.models import register_notrace_module
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.optim import Optimizer
 
 from ..convert.blocks import select_blocks
 from ..layers.checks import check_choice, check_integer, check_number
+from ..layers.functional import kept_whole
 from ..models.ensemble import MembersMixin
 from ..models.vision_transformer import PreLogitsVisionTransformer
 from .learning_rates import scale_learning_rates
@@ -87,6 +89,8 @@ class BatchEnsembleLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (B M, ..., D) to (B M, ..., D'); ValueError if M does not divide the batch."""
+        if isinstance(x, Proxy):
+            return kept_whole(self, x)
         members = self.ensemble_size
         if x.shape[0] % members:
             raise ValueError(f"A batch of {x.shape[0]} does not hold each image {members} times, once for each member.")
