@@ -21,6 +21,7 @@ from torch import nn
 from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.layers.experts import dropouts
 from timm_moe.rivals import sampled_members, sampling
 from timm_moe_cli import main
 
@@ -328,6 +329,44 @@ def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
                 dropout.p = 1e-9  # as good as none: every sample is the model
         with sampling(model, "it", 3):
             torch.testing.assert_close(model(x).unflatten(0, (4, 3)), alone[:, None].expand(-1, 3, -1))
+
+
+PIT = dict(base_dims=[8, 8, 8], depth=[1, 2, 1], heads=[1, 1, 1], num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "side"),
+    [
+        ("widenet_b", dict(SMALL_VIT, routing_groups=2), 32),
+        ("pit_ti_distilled_224_ewa_moe", PIT, 224),
+        ("twins_svt_small_ewa_moe", dict(embed_dims=[8, 8, 8, 8], num_heads=[1, 1, 1, 1], depths=[2, 2, 2, 2]), 64),
+        ("coat_tiny_ewa_moe", dict(embed_dims=[8] * 4, serial_depths=[1] * 4, parallel_depth=2, num_heads=8), 224),
+        (
+            "crossvit_9_240_ewa_moe",
+            dict(depth=[[1, 2, 0]], embed_dim=(8, 8), num_heads=(2, 2), mlp_ratio=(2, 2, 1)),
+            240,
+        ),
+        (
+            "tnt_s_patch16_224_ewa_moe",
+            dict(embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2, num_heads_inner=2),
+            224,
+        ),
+        ("swin_tiny_patch4_window7_224_ewa_moe", dict(embed_dim=8, depths=[1, 2], num_heads=[1, 1]), 224),
+    ],
+)
+def test_mc_dropout_of_models_that_branch(name, options, side):
+    model = timm.create_model(name, **options, expert_dropout=0.5).eval()
+    x = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        alone = model(x)
+        with sampling(model, "it", 3):
+            samples = model(x).unflatten(0, (2, 3))
+        assert (samples[:, 0] != samples[:, 1]).any()
+        for layer in moe_layers(model).values():
+            for _, dropout in dropouts(layer):
+                dropout.p = 1e-9  # as good as none: every sample is the model
+        with sampling(model, "it", 3):
+            torch.testing.assert_close(model(x).unflatten(0, (2, 3)), alone[:, None].expand(-1, 3, -1))
 
 
 def test_mc_dropout_is_evaluated_as_members(splits):

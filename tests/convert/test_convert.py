@@ -86,6 +86,48 @@ def test_a_model_without_blocks_is_refused():
         timm_moe.convert_to_moe(timm.create_model("resnet18"))
 
 
+class Counting(nn.GELU):
+    """An activation that holds a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("holding", "rule", "places"),
+    [
+        ((1,), "every-2", [3]),
+        ((0,), "every-2", [1, 3]),
+        ((0, 2), "every-2", [1, 3]),
+        ((3,), "tail-2", [2]),
+        ((3,), "last-2", [1]),
+        ((1,), "0,2", [0, 2]),
+        ((1,), "every-1", [0, 2, 3]),
+    ],
+)
+def test_a_block_that_holds_buffers_is_told_and_counted(dense_vit, images, caplog, holding, rule, places):
+    for block in holding:
+        dense_vit.blocks[block].mlp.act = Counting()
+    expected = dense_vit(images)
+    timm_moe.convert_to_moe(dense_vit, moe_layers=rule)
+    assert list(timm_moe.moe_layers(dense_vit)) == [f"blocks.{block}.mlp" for block in places]
+    told = f"Left as it is: blocks.{holding[0]}.mlp, a Mlp, cannot become experts: it holds a buffer (act.calls)"
+    assert [record.getMessage()[: len(told)] for record in caplog.records if record.levelname == "WARNING"] == [told]
+    assert torch.equal(dense_vit(images), expected)
+
+
+@pytest.mark.parametrize("rule", ["1", "1,3", [1], "last-1"])
+def test_a_block_that_holds_buffers_is_refused_by_its_number(dense_vit, rule):
+    for block in (1, 3):
+        dense_vit.blocks[block].mlp.act = Counting()
+    with pytest.raises(
+        ValueError, match=r"blocks.[13].mlp, a Mlp, cannot become experts: it holds a buffer \(act.calls"
+    ):
+        timm_moe.convert_to_moe(dense_vit, moe_layers=rule)
+    assert not timm_moe.moe_layers(dense_vit)
+
+
 def test_a_layer_is_not_converted_twice(ewa_vit):
     with pytest.raises(ValueError, match=r"blocks\.1\.mlp is an expert layer already"):
         timm_moe.convert_to_moe(ewa_vit)

@@ -71,6 +71,18 @@ def test_train_py_checkpoint_with_its_preprocessing(checkpoint, ewa_vit, images,
     assert not cfg.get("hf_hub_id")
 
 
+def test_weights_in_another_order_in_memory(ewa_vit, tmp_path):
+    ewa_vit.to(memory_format=torch.channels_last)
+    head = ewa_vit.head
+    head.weight = torch.nn.Parameter(head.weight.detach().T.contiguous().T)
+    export = timm_moe.export_dense(ewa_vit, tmp_path / "dense")
+    assert export.largest_difference < 1e-5
+    weights = load_file(export.path / "model.safetensors")
+    for name in ("patch_embed.proj.weight", "head.weight"):
+        assert not ewa_vit.get_parameter(name).is_contiguous()
+        assert torch.equal(weights[name], ewa_vit.get_parameter(name))
+
+
 def test_ema_weights_on_request(checkpoint, ewa_vit, tmp_path):
     plain = timm_moe.export_dense(checkpoint, tmp_path / "plain")
     ema = timm_moe.export_dense(checkpoint, tmp_path / "ema", use_ema=True)

@@ -217,6 +217,19 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
+def test_a_folder_with_other_expert_layers_is_refused(kind, tmp_path):
+    """Its files have the names of an earlier version of transformers, for ViT."""
+    native(kind, router="top_k", moe_layers="1").save_pretrained(tmp_path / "fewer")
+    more = native(kind, router="top_k", moe_layers="0,1")
+    with pytest.raises(ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"):
+        load_experts(more, tmp_path / "fewer")
+    run = trainer(native(kind, router="top_k", moe_layers="1"), tmp_path / "run", max_steps=2)
+    run.train()
+    with pytest.raises(ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"):
+        trainer(more, tmp_path / "run", max_steps=4).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
 def test_saved_and_back_and_dense(kind, tmp_path, images):
     run = trainer(native(kind, router="top_k"), tmp_path / "run", max_steps=2)
     run.train()

@@ -5,13 +5,14 @@ import json
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import SMALL_VIT, make_model
 from processes import run_code
 from safetensors.torch import save_file
 from timm.layers import set_fused_attn
 from timm.models import create_feature_extractor, get_arch_pretrained_cfgs, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
+from torchvision.models import feature_extraction
 
 import timm_moe
 
@@ -66,6 +67,37 @@ def test_feature_extraction_by_tracing_keeps_expert_layers_whole(images):
     finally:
         set_fused_attn(True)
     assert create_feature_extractor(model, ["blocks.1"])(images)["blocks.1"].shape == (6, 17, 32)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_ewa_moe", {}),
+        ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.0, eval_capacity_factor=0.6)),
+        ("vit_tiny_moe", dict(shared_expert=True)),
+        ("vit_tiny_ewa_moe", dict(router="fused")),
+        ("widenet_b", dict(routing_groups=2)),
+        ("t2t_i2_32_ewa_moe", {}),
+        ("vmoe_pbe_s32", {}),
+        ("vit_be_s32", {}),
+    ],
+)
+def test_torchvisions_feature_extraction(name, options, training, images):
+    set_fused_attn(False)  # some pairs of timm and torch cannot trace the fused one
+    try:
+        model = make_model(name, **options).train(training)
+    finally:
+        set_fused_attn(True)
+    extractor = feature_extraction.create_feature_extractor(model, ["blocks.1", "head"])
+    heads = []
+    model.head.register_forward_hook(lambda *call: heads.append(call[2]))
+    torch.manual_seed(0)
+    model(images)
+    torch.manual_seed(0)
+    features = extractor.train(training)(images)
+    torch.testing.assert_close(features["head"], heads[0])
+    assert len(timm_moe.moe_layers(extractor)) == len(timm_moe.moe_layers(model))
 
 
 def test_gradient_checkpointing_repeats_the_partition(ewa_vit, images):

@@ -4,6 +4,7 @@ import argparse
 import copy
 import logging
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +28,10 @@ from ..model_config import (
     get_pretrained_cfg,
     preprocessing,
     set_pretrained_cfg,
+    shown,
     state_preprocessing,
 )
+from .harmless import HARMLESS
 from .quick_init import quick_init
 from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
 
@@ -40,6 +43,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "mode
 _CHECKPOINTS = ("model_best.pth.tar", "last.pth.tar", "tmp.pth.tar")
 #: Prefixes that other frameworks put before the names of a model's weights.
 _WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model", "_orig_mod")
+#: In the names of averaged weights.
+_EMA = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema")
 _DEFAULT = "timm's default"
 #: Preprocessing that a guess would get wrong.
 _GUESSED = ("mean", "std", "crop_pct", "interpolation")
@@ -364,8 +369,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        # train.py stores its arguments as a Namespace; everything else must be plain data and tensors.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(HARMLESS):
             # Mapped into memory, the optimizer's state in the file is never read.
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a file that is no checkpoint may end in anything
@@ -373,7 +377,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise
         needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
         if needed:
-            raise ValueError(f"{path} runs code when it is read ({', '.join(needed)}), which is refused.") from error
+            raise ValueError(
+                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to "
+                "a file of their own, by torch.save(model.state_dict(), file)."
+            ) from error
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
@@ -399,16 +406,46 @@ def _globals_needed(path: Path) -> list[str]:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a damaged pickle may raise anything
         return []
-    return [name for name in needed if name != "argparse.Namespace"]
+    return [name for name in needed if name not in dict(HARMLESS).values()]
 
 
 def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[str, Tensor]:
-    if use_ema and "state_dict_ema" not in checkpoint:
-        raise ValueError(f"{path} has no EMA weights; train with --model-ema to get them.")
-    plain = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    state_dict = checkpoint["state_dict_ema"] if use_ema else plain
+    state_dict = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
+    if use_ema:
+        state_dict = _ema_weights(checkpoint, state_dict, path)
     if not isinstance(state_dict, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state_dict.items()
     ):
         raise ValueError(f"{path} has no state dict of tensors.")
     return clean_state_dict(state_dict)
+
+
+def _ema_weights(checkpoint: dict[str, Any], plain: Any, path: Path) -> Any:
+    """Return the averaged weights of a checkpoint: of train.py, of Lightning, or the only ones with "ema" in a name."""
+    if "state_dict_ema" in checkpoint:
+        return checkpoint["state_dict_ema"]
+    if "averaging_state" in checkpoint:  # Lightning's WeightAveraging puts them in the place of the others
+        return plain
+    seen: set[int] = set()
+    found: dict[str, dict[str, Tensor]] = {}
+    trees: list[tuple[str, Any]] = [("", checkpoint)]
+    for name, tree in trees:  # which grows
+        if not isinstance(tree, dict) or id(tree) in seen or name.count(".") > 3:
+            continue
+        seen.add(id(tree))
+        if _EMA.search(name) and tree and all(isinstance(value, Tensor) for value in tree.values()):
+            found[name] = tree
+        else:
+            trees += [(f"{name}.{key}".strip("."), value) for key, value in tree.items() if isinstance(key, str)]
+    plain = {name: value for name, value in plain.items() if isinstance(name, str)} if isinstance(plain, dict) else {}
+    for part in filter(_EMA.search, {name.partition(".")[0] for name in plain}):  # of the module that was trained
+        found[part] = {name.removeprefix(f"{part}."): plain[name] for name in plain if name.startswith(f"{part}.")}
+    if len(found) != 1:
+        names = ", ".join(shown(name)[1:-1] for name in [*(found or checkpoint)][:20] if isinstance(name, str))
+        raise ValueError(
+            f"{path} has {'several' if found else 'no'} EMA weights that are known, but {names}: write the weights to "
+            "take to a file of their own. (train.py writes state_dict_ema with --model-ema.)"
+        )
+    (weights,) = found.values()
+    held = [name for name in weights if name.startswith("module.")]  # an AveragedModel counts its updates, too
+    return {name: weights[name] for name in held or weights}

@@ -1,9 +1,11 @@
 """The blocks of a model that a placement rule selects, and the expert layers in them."""
 
 import copy
+import gc
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import torch
 from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +63,36 @@ def unwrapped(model: Any) -> nn.Module:
     if isinstance(model, _WRAPPERS) or type(model).__name__ in _WRAPPERS_BY_NAME:
         return unwrapped(model.module)
     return unwrapped(model._orig_mod) if hasattr(model, "_orig_mod") else model
+
+
+def refuse_wrapped(model: nn.Module, path: str = "") -> None:
+    """Raise ValueError if a model, or a network of it, is wrapped: the wrapper would not know of the experts.
+
+    Some wrappers around a model cannot be seen from it. Where processes train together, their experts would drift
+    apart, so there all wrappers of the process are asked.
+    """
+    names = path.split(".")
+    around = [model.get_submodule(".".join(names[:depth])) if depth else model for depth in range(len(names))]
+    kind = next((type(module).__name__ for module in around if unwrapped(module) is not module), None)
+    if kind is None and any(hasattr(parameter, "placements") for parameter in model.get_submodule(path).parameters()):
+        kind = "fully_shard"
+    if kind is None and not path and torch.distributed.is_available() and torch.distributed.is_initialized():
+        kind = _wrapper_around(model)
+    if kind:
+        raise ValueError(
+            f"{path or f'This {type(unwrapped(model)).__name__}'} is wrapped already, by {kind}, which would not know "
+            "of the experts: convert the model first, then wrap it."
+        )
+
+
+def _wrapper_around(model: nn.Module) -> str | None:
+    gc.collect()  # wrappers that nobody has any more
+    for item in gc.get_objects():
+        kind = type(item)
+        is_wrapper = issubclass(kind, DistributedDataParallel) or kind.__name__ in _WRAPPERS_BY_NAME
+        if is_wrapper and any(module is model for module in item.modules()):
+            return kind.__name__
+    return None
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:

@@ -8,12 +8,13 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp, begin_forward
+from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
-from .blocks import ModelT, put, select_blocks
+from .blocks import ModelT, put, refuse_wrapped, select_blocks
 from .check import check_weights, row_width
 from .find import Modules, find_networks
+from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
 
 # Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
@@ -42,7 +43,8 @@ def convert_to_moe(
         num_experts: E, the number of experts in each layer.
         moe_layers: the blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
             ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
-            ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names.
+            ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names. A block whose
+            network cannot become experts counts too: a rule leaves it as it is, with a warning; its number is an error.
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; ``"fused"``, where
             learned weights merge the experts into one network before each forward (ExFusion); the name of a router
             registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable ``(dim,
@@ -89,8 +91,8 @@ def convert_to_moe(
 
     Raises:
         ValueError: if an option has another value or does not suit the router, the model has no block that can
-            be converted, or a network that ``modules`` names cannot be (it mixes rows, holds buffers, is used twice,
-            ...); the model is then unchanged.
+            be converted or is wrapped (DDP, torch.compile, ...: convert first), or a network that ``modules`` names
+            cannot be (it mixes rows, holds buffers, is used twice, ...); the model is then unchanged.
         TypeError: if no router has an option of that name, or the router does not return a module.
     """
     spec = get_spec(router)
@@ -116,8 +118,7 @@ def convert_to_moe(
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them
         layer.train(chosen[path].training)
         put(model, path, chosen[path], layer)
-    if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
-        model.register_forward_pre_hook(begin_forward)
+    add_hooks(model, layers)
     return model
 
 
@@ -125,8 +126,9 @@ def _chosen_networks(
     model: nn.Module, moe_layers: str | int | Iterable[int] | None, modules: Modules | None
 ) -> dict[str, nn.Module]:
     """Find the networks of the chosen blocks by name; ValueError if one is an expert layer, or there are none."""
+    refuse_wrapped(model)
     networks = find_networks(model, modules)
-    if not networks:
+    if not any(isinstance(network, nn.Module) for network in networks.values()):
         raise ValueError(
             f"{type(model).__name__} has no numbered block with an mlp of linear layers that could become experts; "
             "name its feed-forward networks by modules=..."
@@ -134,11 +136,17 @@ def _chosen_networks(
     if moe_layers is None:
         moe_layers = "every-2" if modules is None else "every-1"
     paths = list(networks)
-    chosen = {paths[block]: networks[paths[block]] for block in select_blocks(moe_layers, len(paths))}
-    for path, ffn in chosen.items():
+    selected = {paths[block]: networks[paths[block]] for block in select_blocks(moe_layers, len(paths))}
+    chosen = {path: ffn for path, ffn in selected.items() if isinstance(ffn, nn.Module)}
+    is_rule = isinstance(moe_layers, str) and "-" in moe_layers
+    for path, ffn in selected.items():
+        if isinstance(ffn, str) and not (is_rule and chosen):
+            raise ValueError(ffn)
         if isinstance(ffn, MoeMlp):
             raise ValueError(f"{path} is an expert layer already.")
-        check_weights(path, ffn)
+        refuse_wrapped(model, path)
+        if isinstance(ffn, nn.Module):
+            check_weights(path, ffn)
     return chosen
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..layers import begin_forward
 from .blocks import moe_layers, put, require_in_one_process, unwrapped, whole_experts
 from .gather import average, get_method
+from .hooks import remove_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -59,9 +59,7 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
         layer = layers.pop(path)  # so that it is freed
         put(model, path, layer, layer.to_ffn(gather(layer.stacked_weights())))
     for module in model.modules():
-        for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is begin_forward:  # dense models have no routers to tell of a forward
-                del module._forward_pre_hooks[handle]
+        remove_hooks(module)
         restore = getattr(module, "restore_stock_class", None)  # of the classes in models/
         if restore is not None:
             restore()

@@ -28,11 +28,11 @@ _OTHER_NAME = re.compile(_BLOCK_NAME.pattern + r"\.mlp")
 
 def ffn_paths(model: nn.Module) -> list[str]:
     """List the names of the known feed-forward networks, expert layers included, in order."""
-    return list(find_networks(model))
+    return [path for path, network in find_networks(model).items() if isinstance(network, nn.Module)]
 
 
-def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module]:
-    """Find feed-forward networks by name, in order, expert layers included.
+def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module | str]:
+    """Find feed-forward networks by name, in order, expert layers included; or why one cannot become experts.
 
     Without ``modules`` these are the known ones of timm, torchvision, Hugging Face transformers and torch's
     ``nn.TransformerEncoderLayer``. With it, a name may also be the name of a block whose network is in several modules:
@@ -43,8 +43,7 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     """
     if modules is not None:
         return _named(model, modules)
-    found: dict[str, nn.Module] = {}
-    refused: list[str] = []
+    found: dict[str, nn.Module | str] = {}
     for name, module in model.named_modules():
         is_of_timm = bool(_TIMM_NAME.search(name)) and _is_known_of_timm(module)
         if isinstance(module, MoeMlp):
@@ -53,13 +52,15 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
             path, network = (name, module) if is_of_timm else _place_and_network(name, module)
             if isinstance(network, MoeMlp):
                 continue  # found under its own name
+            found[path] = network
             try:
                 # One whose weights are computed is refused where it is chosen, and not passed over.
-                if not is_known(network) and not any(map(computed_by, network.modules())):
+                is_checked = not is_known(network) or next(network.buffers(), None) is not None
+                if is_checked and not any(map(computed_by, network.modules())):
                     check_network(model, path, network)
-                found[path] = network
             except ValueError as error:
-                refused.append(str(error).rstrip("."))
+                found[path] = str(error)
+    refused = [reason.rstrip(".") for reason in found.values() if isinstance(reason, str)]
     if refused:
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         _logger.warning("Left as it is: %s%s.", refused[0], more)
@@ -70,7 +71,7 @@ def _is_known_of_timm(module: nn.Module) -> bool:
     if any(map(computed_by, module.modules())):  # pruning and norms add buffers
         return type(module) in FFN_CLASSES or computed_by(module) is not None
     mixes = any(isinstance(child, nn.Conv2d) for child in module.children())
-    return type(module) in FFN_CLASSES and not mixes and next(module.buffers(), None) is None
+    return type(module) in FFN_CLASSES and not mixes
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
@@ -99,7 +100,7 @@ def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     return path, (ResidualFfn if takes_residual else SplitFfn)(module, "intermediate", "output")
 
 
-def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
+def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
     matching = _matching(model, modules)
     places = dict(_place_and_network(name, module) for name, module in matching.items())
     for name in matching:
@@ -113,7 +114,7 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
         if not isinstance(network, MoeMlp):
             check_weights(path, network)
             check_network(model, path, network)
-    return places
+    return {**places}
 
 
 def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:

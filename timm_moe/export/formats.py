@@ -43,7 +43,7 @@ class TimmFormat:
         else:  # older versions of timm; this package records them
             args = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
         args.update(self.model_args)
-        handle = model.register_state_dict_post_hook(_copy_repeated)
+        handle = model.register_state_dict_post_hook(_separate)
         try:
             save_for_hf(model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
             config = json.loads((folder / "config.json").read_text())
@@ -99,9 +99,8 @@ class StateDictFormat:
                     f"{name} in the state dict is a {type(value).__name__}, but safetensors holds tensors alone: save "
                     "the state dict of timm_moe.to_dense(model) with torch.save."
                 )
-        _copy_repeated(model, state_dict, "", None)
-        tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        _separate(model, state_dict, "", None)
+        save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
         path = architecture_of(model)
         library = "torchvision" if path.startswith("torchvision.") else self.library
         # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
@@ -207,11 +206,10 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
         shutil.copymode(folder / "config.json", file)
 
 
-def _copy_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Copy a tensor that has several names, as in CoaT, for each of them: safetensors refuses shared memory."""
+def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Copy tensors that safetensors refuses: several names for one memory, as in CoaT, or another order in it."""
     seen: set[int] = set()
     for name, tensor in state_dict.items():
         memory = tensor.untyped_storage().data_ptr()
-        if memory in seen:
-            state_dict[name] = tensor.clone()
+        state_dict[name] = (tensor.clone() if memory in seen else tensor).contiguous()
         seen.add(memory)

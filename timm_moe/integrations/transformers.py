@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
+from ..convert.hooks import check_loaded_layers
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
 
@@ -79,6 +80,7 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
     Raises:
         FileNotFoundError: if the folder holds no safetensors file.
         RuntimeError: if names or shapes differ from the model's.
+        ValueError: if other layers have experts than in the model.
     """
     whole = Path(folder, "model.safetensors")
     files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
@@ -202,8 +204,11 @@ def _of_outputs(loss: Any, outputs: Any, labels: Tensor, num_items_in_batch: Any
 def _load_saved_names(load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(trainer.model, PreTrainedModel):
         return load(trainer, *args, **kwargs)
-    handle = trainer.model.register_load_state_dict_pre_hook(_take_saved_names)
+    # The conversion's own hook comes before this one, by the file's names.
+    hooks = (_take_saved_names, check_loaded_layers)
+    handles = [trainer.model.register_load_state_dict_pre_hook(hook) for hook in hooks]
     try:
         return load(trainer, *args, **kwargs)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

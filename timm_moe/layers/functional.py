@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 #: torch 2.6 has no such function.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -48,6 +49,12 @@ def _with_others(
         _modules=children,
     )
     return copied
+
+
+def kept_whole(module: nn.Module, x: Proxy) -> Proxy:
+    """Make one node of a module in a graph of torch.fx, as timm's tracer does; torchvision's knows no such modules."""
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
 
 def no_autocast(x: Tensor) -> Any:

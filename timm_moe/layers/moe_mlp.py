@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
-from .functional import in_plain_operators
+from .functional import in_plain_operators, kept_whole
 from .living import living, register
 from .router import Router
 from .router_records import RecordingRouter, in_backward
@@ -40,6 +41,7 @@ class MoeMlp(Experts):
         share_schedule: name of its schedule.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
         forwards_since_step: training forwards since the last step of an optimizer that trains the layer.
+        padding: (...) boolean, true for the rows of the next x that are no tokens; the model's blocks set it.
     """
 
     deploys_dense: ClassVar[bool] = False
@@ -49,6 +51,7 @@ class MoeMlp(Experts):
     is_averaged_by_hand = False
     forwards_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
+    padding: Tensor | None = None
 
     def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, num_experts, expert_init, **options)
@@ -57,7 +60,7 @@ class MoeMlp(Experts):
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
-        return {**self.__dict__, "replaced": ()}
+        return {**self.__dict__, "replaced": (), "padding": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a deep copy or an unpickled layer
         super().__setstate__(state)
@@ -101,6 +104,35 @@ class MoeMlp(Experts):
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
+        if isinstance(x, Proxy):
+            return kept_whole(self, x)
+        return self.compute(x, routing)
+
+    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """Compute what :meth:`forward` returns, zero for rows of padding."""
+        padding = self.padding
+        if padding is None:
+            return self._route(x, routing)
+        self.padding = None
+        if routing is not None or not self._heeds(padding, x):
+            return self._route(x, routing)
+        y_VD = self._route(x[~padding], None)
+        return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
+
+    def _heeds(self, padding: Tensor, x: Tensor) -> bool:
+        """Tell if rows of padding would change what the router makes of other rows, or its losses and loads."""
+        router = self.routed_by
+        is_idle = not self.training and getattr(router, "eval_capacity_factor", 0) is None
+        if padding.shape != x.shape[:-1] or router.routing_unit == "image" or is_idle:
+            return False
+        if router.needs_whole_images and padding.any():
+            raise ValueError(
+                f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
+                "counts images: take no group_images and no ensemble."
+            )
+        return not router.needs_whole_images
+
+    def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
             raise ValueError(  # since the router's losses would be hidden from auxiliary_loss
                 f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
@@ -213,9 +245,9 @@ class SharedExpertMlp(MoeMlp):
         routed = super().stacked_weights()
         return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in routed.items()}
 
-    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
+    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Add the shared expert's output to the routed experts'; a given routing is for the latter."""
-        return self.shared(x) + super().forward(x, routing=routing)
+        return self.shared(x) + super().compute(x, routing)
 
 
 class EwaMlp(MoeMlp):
@@ -232,6 +264,6 @@ class EwaMlp(MoeMlp):
     def __init__(self, ffn: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
 
-    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
+    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
-        return super().forward(x, routing=routing) if self.training else self.run_mean(x)
+        return super().compute(x, routing) if self.training else self.run_mean(x)

@@ -18,10 +18,12 @@ class Router(nn.Module):
     Attributes:
         routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed together.
         depends_on_input: whether the routes depend on the image; else reports show none.
+        needs_whole_images: whether the rows must be whole images, so that no padding can be left out.
     """
 
     routing_unit = "token"
     depends_on_input = True
+    needs_whole_images = False
 
     def __init__(self, num_experts: int):
         super().__init__()

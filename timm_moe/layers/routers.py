@@ -144,6 +144,10 @@ class TopKRouter(RecordingRouter):
         """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
+    @property
+    def needs_whole_images(self) -> bool:  # type: ignore[override]
+        return self.group_images is not None
+
     def experts_of_row(self) -> int:
         return self.top_k
 
@@ -280,6 +284,8 @@ class TiledRouter(TopKRouter):
     Arguments as :class:`TopKRouter` and ``ensemble_size``, M; ``group_images`` counts images, each with its M entries.
     """
 
+    needs_whole_images = True
+
     def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
         check_integer("ensemble_size", ensemble_size, 1)
         super().__init__(dim, num_experts, top_k, **options)
@@ -349,6 +355,8 @@ class EnsembleRouter(TiledRouter):
 class PartitionedRouter(EnsembleRouter):
     """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning")."""
 
+    needs_whole_images = TopKRouter.needs_whole_images
+
     def probabilities(self, x: Tensor) -> None:
         """None: a row chooses in each part."""
 
@@ -372,6 +380,8 @@ class MultiHeadRouter(TopKRouter):
 
     The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The first copy decides.
     """
+
+    needs_whole_images = True
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""

@@ -1,20 +1,17 @@
 """The mixin that turns a stock timm class into a model class with expert layers."""
 
 import inspect
-import logging
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert.blocks import expert_parameters, moe_layers
+from ..convert.blocks import expert_parameters
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
 from ..convert.registry import moe_options
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
-
-_logger = logging.getLogger(__name__)
 
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
@@ -48,24 +45,6 @@ class MoeMixin:
         super().__init__(*args, **kwargs)
         # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
-
-    def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, parameter in self.named_parameters(prefix.rstrip(".")):
-            loaded = state_dict.get(name)
-            if loaded is not None and loaded.shape[1:] == parameter.shape and loaded.ndim > parameter.ndim:
-                raise ValueError(
-                    f"The checkpoint has {len(loaded)} experts in {name}, where the model is dense: use its moe_layers."
-                )
-        experts = {prefix + name: stacked for name, stacked in expert_parameters(self).items()}
-        loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
-        dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name].ndim]
-        if 0 < len(dense) < len(loaded_experts):
-            raise ValueError(
-                f"The checkpoint has experts, but none in {dense[0]}, where the model has some: use its moe_layers."
-            )
-        if dense and any(layer.router.state_dict() for layer in moe_layers(self).values()):
-            _logger.info("The weights are a dense model's, so the experts are copies of one, the routers untrained.")
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         """Initialise as the stock class does, if it can: experts and routers end as in a new model."""

@@ -38,10 +38,10 @@ class TokenAttention(nn.Module):
         self.scale = nn.Parameter(torch.full((1, 1, 1), scale, **like)) if locality else scale
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        queries, keys, values = self.qkv(x_BND).chunk(3, -1)
+        queries, keys, values = self.qkv(x_BND).unsqueeze(1).chunk(3, -1)  # one head; ONNX needs its dimension
         mask = diagonal(x_BND.shape[1], queries) if isinstance(self.scale, nn.Parameter) else None
         attended = scaled_dot_product_attention(queries * self.scale, keys, values, attn_mask=mask, scale=1.0)
-        return values + self.proj(attended)
+        return (values + self.proj(attended)).squeeze(1)
 
 
 class TokenTransformer(nn.Module):
@@ -93,8 +93,8 @@ class TokensToToken(nn.Module):
 def _split(x_BCHW: Tensor, layer: nn.Module) -> Tensor:
     """Cut images into overlapping windows (B, N, 9 C), and arrange what the layer makes of them on their grid."""
     x_BND = layer(unfold(x_BCHW, **WINDOW).transpose(1, 2))
-    height, width = (-(-side // 2) for side in x_BCHW.shape[2:])
-    return x_BND.transpose(1, 2).unflatten(2, (height, width))
+    height, width = -(-x_BCHW.shape[2] // 2), -(-x_BCHW.shape[3] // 2)
+    return x_BND.transpose(1, 2).reshape(x_BCHW.shape[0], x_BND.shape[2], height, width)
 
 
 class TokensToTokenEmbed(FixedPatchEmbed):

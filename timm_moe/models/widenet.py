@@ -7,10 +7,12 @@ import torch
 from timm.models import generate_default_cfgs, register_notrace_module
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..convert.blocks import moe_layers
 from ..convert.registry import moe_options
 from ..layers.checks import check_flag
+from ..layers.functional import kept_whole
 from .mixin import MoeMixin
 from .registration import SIZES, register
 from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
@@ -97,6 +99,8 @@ class RoutingGroup(nn.Sequential):
 
     def forward(self, x: Tensor, **attention: Any) -> Tensor:  # type: ignore[override]
         """Map tokens (B, N, D) to the same shape; ``attention``: options of timm's attention."""
+        if isinstance(x, Proxy):
+            return kept_whole(self, x)
         routing = None
         block: Any
         for block in self:

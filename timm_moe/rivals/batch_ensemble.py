@@ -10,10 +10,12 @@ import torch
 from timm.layers import trunc_normal_
 from timm.models import register_notrace_module
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.optim import Optimizer
 
 from ..convert.blocks import select_blocks
 from ..layers.checks import check_choice, check_integer, check_number
+from ..layers.functional import kept_whole
 from ..models.ensemble import MembersMixin
 from ..models.vision_transformer import PreLogitsVisionTransformer
 from .learning_rates import scale_learning_rates
@@ -87,12 +89,15 @@ class BatchEnsembleLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (B M, ..., D) to (B M, ..., D'); ValueError if M does not divide the batch."""
+        if isinstance(x, Proxy):
+            return kept_whole(self, x)
         members = self.ensemble_size
         if x.shape[0] % members:
             raise ValueError(f"A batch of {x.shape[0]} does not hold each image {members} times, once for each member.")
+        batch = x.shape[:-1]
         x = x.unflatten(0, (x.shape[0] // members, members))
         y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(self.output_factor, x)
-        return (y if self.bias is None else y + _like(self.bias, y)).flatten(0, 1)
+        return (y if self.bias is None else y + _like(self.bias, y)).reshape(*batch, y.shape[-1])
 
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape

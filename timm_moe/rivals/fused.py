@@ -129,7 +129,7 @@ class FusedMlp(MoeMlp):
                 fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
         return fused
 
-    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
+    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x (..., D) by the fused network; ValueError if a routing is given."""
         if routing is not None:
             raise ValueError("Fused experts are one network for all rows: there is no routing to give.")

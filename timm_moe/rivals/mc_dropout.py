@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
@@ -14,8 +15,8 @@ from ..layers.experts import dropouts
 def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
     """Make a forward in eval mode return M samples of each image in a row, (B M, ...).
 
-    Images are repeated at the input of the first block that has experts with dropout; earlier blocks run once. The
-    model is in eval mode, and its name is for messages.
+    In a ViT images are repeated at the input of the first block that has experts with dropout, so earlier blocks run
+    once; in other models at the model's input. The model is in eval mode, and its name is for messages.
 
     Raises:
         ValueError: if the model has members of its own, or no experts with dropout.
@@ -25,7 +26,8 @@ def sampling(model: nn.Module, name: str, samples: int) -> Iterator[None]:
     found = [(path, module) for path, layer in moe_layers(model).items() for _, module in dropouts(layer) if module.p]
     if not found:
         raise ValueError(f"{name} has no experts with dropout: train it with --model-kwargs expert_dropout=0.1.")
-    block = model.get_submodule(found[0][0].rpartition(".")[0])
+    # In a ViT blocks alone follow; elsewhere what leaves a block may meet what did not pass it.
+    block = model.get_submodule(".".join(found[0][0].split(".")[:2]) if isinstance(model, VisionTransformer) else "")
     sampled = nn.ModuleList([module for _, module in found])
     blocks = [module for module in model.modules() if type(module) is type(block)]
     tiling = tile(blocks[blocks.index(block) :], samples)

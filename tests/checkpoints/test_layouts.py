@@ -1,0 +1,158 @@
+"""Checkpoints of other trainers: EMA weights by their names, and what lies beside the tensors."""
+
+import argparse
+import collections
+import datetime
+import decimal
+import pathlib
+import random
+import types
+
+import numpy as np
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from timm_moe.checkpoints.source import ModelSpec, load_source, read_checkpoint
+
+OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
+SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
+
+
+def vit():
+    return timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+
+
+def load(path, use_ema):
+    return load_source(path, SPEC, use_ema=use_ema).state_dict()
+
+
+def prefixed(prefix, state_dict):
+    return {prefix + name: tensor for name, tensor in state_dict.items()}
+
+
+EMA = {
+    "train.py": lambda trained, ema: {"state_dict": trained.state_dict(), "state_dict_ema": ema.state_dict()},
+    "model_ema": lambda trained, ema: {"model": trained.state_dict(), "model_ema": ema.state_dict()},
+    "timm's class": lambda trained, ema: {"model": trained.state_dict(), "model_ema": ModelEmaV3(ema).state_dict()},
+    "ema with its decay": lambda trained, ema: {
+        "model": trained.state_dict(),
+        "ema": {"module": ema.state_dict(), "decay": 0.999, "updates": 7},
+    },
+    "torch's class": lambda trained, ema: {"state_dict": trained.state_dict(), "ema": AveragedModel(ema).state_dict()},
+    "compiled": lambda trained, ema: {"model": trained.state_dict(), "model_ema": torch.compile(ema).state_dict()},
+    "Lightning's WeightAveraging": lambda trained, ema: {
+        "state_dict": prefixed("model.", ema.state_dict()),
+        "current_model_state": prefixed("model.", trained.state_dict()),
+        "averaging_state": {"n_averaged": torch.tensor(3)},
+    },
+    "part of a Lightning module": lambda trained, ema: {
+        "state_dict": {
+            **prefixed("model.", trained.state_dict()),
+            **prefixed("ema_model.module.", ema.state_dict()),
+            "ema_model.n_averaged": torch.tensor(3),
+        }
+    },
+    "a callback of Lightning": lambda trained, ema: {
+        "state_dict": prefixed("model.", trained.state_dict()),
+        "callbacks": {"EMACallback{'decay': 0.9}": {"ema_state_dict": prefixed("model.", ema.state_dict())}},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", EMA)
+def test_ema_weights_are_found(layout, tmp_path):
+    trained, ema = vit(), vit()
+    torch.save(
+        {**EMA[layout](trained, ema), "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, tmp_path / "a.pth"
+    )
+    for use_ema, model in ((True, ema), (False, ema if "Averaging" in layout else trained)):
+        loaded = load(tmp_path / "a.pth", use_ema)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"schema": {}, "swa_weights": {}},
+            "no EMA weights that are known, but state_dict, schema, swa_weights: ",
+        ),
+        (
+            {"ema_0.99": {"a": torch.ones(1)}, "ema_0.999": {"a": torch.ones(1)}},
+            "several EMA weights that are known, but ema_0.99, ema_0.999: write the weights to take to a file",
+        ),
+    ],
+)
+def test_what_is_there_instead_is_named(more, message, tmp_path):
+    torch.save({"state_dict": vit().state_dict(), **more}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "a.pth", use_ema=True)
+
+
+HARMLESS = {
+    "numpy scalar": np.float64(0.75),
+    "numpy integer": np.int64(3),
+    "numpy bool": np.bool_(True),
+    "numpy array": np.arange(3.0),
+    "numpy words": np.array(["a", "b"]),
+    "numpy objects": np.array([{"a": 1}], dtype=object),
+    "numpy type": np.dtype("float32"),
+    "numpy date": np.datetime64("2026-01-01"),
+    "random states": [np.random.get_state(), random.getstate(), torch.get_rng_state()],
+    "path": pathlib.Path("runs/1"),
+    "foreign path": pathlib.PureWindowsPath("runs\\1"),
+    "dates": [
+        datetime.datetime.now(datetime.timezone.utc),
+        datetime.date.today(),
+        datetime.timedelta(3),
+        datetime.time(1),
+    ],
+    "torch": [torch.Size([1]), torch.float32, torch.device("cpu")],
+    "namespaces": [argparse.Namespace(a=argparse.Namespace(b=1)), types.SimpleNamespace(a=1)],
+    "collections": [
+        collections.defaultdict(list, a=[1]),
+        collections.OrderedDict(a=1),
+        {1, 2},
+        collections.Counter("a"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_harmless_objects_are_read(kind, tmp_path):
+    args = argparse.Namespace(model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS, extra=HARMLESS[kind])
+    file = tmp_path / "a.pth.tar"
+    torch.save({"state_dict": vit().state_dict(), "args": args, "more": HARMLESS[kind]}, file)
+    assert isinstance(load_source(file), nn.Module)
+
+
+def test_numbers_and_paths_stay_what_they_say(tmp_path):
+    held = [
+        np.float64(0.1),
+        np.float32(0.5),
+        np.int16(-3),
+        np.bool_(True),
+        pathlib.Path("a/b"),
+        datetime.date(2026, 1, 2),
+    ]
+    torch.save({"held": held, "big endian": np.array(258, ">i4")[()]}, tmp_path / "a.pth")
+    read = read_checkpoint(tmp_path / "a.pth")
+    assert read == {"held": [0.1, 0.5, -3, True, "a/b", datetime.date(2026, 1, 2)], "big endian": 258}
+    assert {type(value) for value in read["held"]} == {float, int, bool, str, datetime.date}
+
+
+class Shell:
+    def __reduce__(self):
+        return pathlib.os.system, ("exit 1",)
+
+
+@pytest.mark.parametrize("bad", [Shell(), decimal.Decimal(1), np.array([Shell()], dtype=object)])
+def test_the_rest_is_refused_with_the_remedy(bad, tmp_path):
+    torch.save({"state_dict": vit().state_dict(), "more": bad}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"runs code when it is read \(.*\), which is refused: write its weights"):
+        read_checkpoint(tmp_path / "a.pth")

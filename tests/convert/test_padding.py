@@ -1,0 +1,198 @@
+"""Padding tokens change nothing: not what tokens give, nor capacities, losses and loads."""
+
+from functools import partial
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import timm_moe
+from timm_moe.convert.blocks import expert_parameters
+from timm_moe.convert.hooks import note_padding
+from timm_moe.training.router_losses import routing_summary
+
+OPTIONS = dict(router="top_k", num_experts=4, top_k=2, capacity_factor=1.0, batch_priority=True, moe_layers="every-1")
+NAFLEX = dict(embed_dim=32, depth=2, num_heads=2, patch_size=8, num_classes=5, pos_embed_grid_size=(4, 4))
+
+
+def naflex(tokens, padded):
+    """Two images as patches, of which the second has three tokens less, and room for more."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, tokens, 192, generator=generator)
+    places = torch.stack([torch.arange(tokens) // 4, torch.arange(tokens) % 4], -1).expand(2, -1, -1)
+    valid = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens], [tokens - 3]])
+    room = (0, 0, 0, padded)
+    return dict(
+        patches=nn.functional.pad(x, room, value=7.0),
+        patch_coord=nn.functional.pad(places, room),
+        patch_valid=nn.functional.pad(valid, room[2:], value=False),
+    )
+
+
+def randomised(model):
+    torch.manual_seed(1)
+    for layer in timm_moe.moe_layers(model).values():
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def naflex_vit(**options):
+    model = timm.create_model("naflexvit_base_patch16_gap", **NAFLEX)
+    return randomised(timm_moe.convert_to_moe(model, **{**OPTIONS, **options}))
+
+
+def assert_same(model, short, padded):
+    """Compare outputs, losses, loads and gradients of two forwards that differ in padding alone."""
+    results = []
+    for forward in (short, padded):
+        torch.manual_seed(2)
+        model.zero_grad()
+        output = forward(model)
+        if model.training:
+            (output.square().sum() + timm_moe.auxiliary_loss(model)).backward()
+        gradients = [stacked.grad for stacked in expert_parameters(model).values()]
+        results.append((output, gradients, routing_summary(model, reset=True)))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(shared_expert=True), dict(capacity_factor="none", aux_loss="importance")])
+@pytest.mark.parametrize("training", [True, False])
+def test_naflexvit(options, training):
+    model = naflex_vit(eval_capacity_factor=0.8, **options).train(training)
+    assert_same(model, lambda model: model(naflex(9, 0)), lambda model: model(naflex(9, 20)))
+
+
+def encoder(batch_first, **options):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=batch_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return randomised(timm_moe.convert_to_moe(model, **{**OPTIONS, "eval_capacity_factor": 0.8, **options}))
+
+
+def padded_by(number, batch_first, kind=torch.bool):
+    """Run an encoder on three sequences of six tokens and padding."""
+    x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 6 + number, dtype=torch.bool)
+    mask[:, 6:] = True
+    mask = mask if kind is torch.bool else torch.zeros(mask.shape).masked_fill(mask, -torch.inf)
+
+    def forward(model):
+        tokens = nn.functional.pad(x, (0, 0, 0, number), value=9.0)
+        if batch_first:
+            return model(tokens, src_key_padding_mask=mask)[:, :6]
+        return model(tokens.transpose(0, 1), src_key_padding_mask=mask).transpose(0, 1)[:, :6]
+
+    return forward
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("batch_first", "kind"), [(True, torch.bool), (False, torch.bool), (True, torch.float)])
+def test_an_encoder_of_torch(batch_first, kind, training):
+    model = encoder(batch_first).train(training)
+    assert_same(model, padded_by(0, batch_first, kind), padded_by(3, batch_first, kind))
+
+
+@pytest.mark.parametrize("options", [dict(ensemble="partitioning", ensemble_size=2), dict(router="top_k", top_k=1)])
+def test_other_routers(options):
+    assert_same(encoder(True, **options), padded_by(0, True), padded_by(5, True))
+
+
+def test_random_partitions_are_of_tokens():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    model = timm_moe.convert_to_moe(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), moe_layers="every-1")
+    rows = []
+    for layer in timm_moe.moe_layers(model).values():
+        layer.router.register_forward_hook(lambda _, inputs, routing: rows.append(routing.offsets.tolist()))
+    padded_by(6, True)(model.train())
+    assert rows == [[5, 10, 14, 18]] * 2
+
+
+def test_recomputation_sees_the_mask():
+    """Two forwards wait for their backward, which repeats each with its own mask."""
+    model = encoder(True)
+    results = []
+    for call in (lambda layer, *args, **kwargs: layer(*args, **kwargs), partial(checkpoint, use_reentrant=False)):
+        x = torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(0))
+        loss = 0.0
+        for tokens in (6, 4):
+            mask = (torch.arange(9) >= tokens).expand(3, 9)
+            loss = loss + call(model.layers[0], x, src_key_padding_mask=mask)[:, :tokens].square().sum()
+        model.zero_grad()
+        loss.backward()
+        results.append([stacked.grad for stacked in expert_parameters(model.layers[0]).values()])
+    torch.testing.assert_close(*results)
+
+
+def test_images_that_are_counted_whole_cannot_have_padding():
+    with pytest.raises(ValueError, match=r"has padding, .* of layers.0.linear1 cannot leave out, .* group_images"):
+        padded_by(3, True)(encoder(True, group_images=1).train())
+    padded_by(0, True)(encoder(True, group_images=1).train())
+
+
+def test_a_mask_that_cannot_be_read_is_told():
+    model = encoder(True)
+    with pytest.warns(UserWarning, match="cannot see padding by 'src_key_padding_mask' of a .*, a str"):
+        note_padding(model.layers[0], (), {"src_key_padding_mask": "mask"}, name="src_key_padding_mask", position=2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+
+
+class Named(Block):
+    def forward(self, x, key_padding_mask=None):
+        return x + self.net(x)
+
+
+class Unknown(Block):
+    def forward(self, x, mask=None):
+        return x + self.net(x)
+
+
+def test_masks_of_own_blocks():
+    x, mask = torch.randn(2, 6, 8), (torch.arange(6) > 3).expand(2, 6)
+    named, unknown = (timm_moe.convert_to_moe(block(), **OPTIONS, modules=["net"]) for block in (Named, Unknown))
+    assert torch.equal(named.train()(x, key_padding_mask=mask)[mask], x[mask])
+    with pytest.warns(UserWarning, match=r"cannot see padding by 'mask' of a Unknown, a Tensor, .* key_padding_mask"):
+        unknown.train()(x, mask)
+
+
+TEXT = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_text_of_transformers(attention, is_left):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(num_key_value_heads=2, **TEXT)
+    model = transformers.LlamaModel._from_config(config, attn_implementation=attention)
+    model = randomised(timm_moe.convert_to_moe(model.train(), **OPTIONS))
+    ids = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def padded(number):
+        room = (number, 0) if is_left else (0, number)
+        mask = nn.functional.pad(torch.ones_like(ids), room)
+        words = dict(input_ids=nn.functional.pad(ids, room), position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        return lambda model: model(**words, attention_mask=mask).last_hidden_state[mask.bool()]
+
+    assert_same(model, padded(0), padded(5))
+
+
+def test_images_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {name: value for name, value in TEXT.items() if name != "vocab_size"}
+    model = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(num_patches=16, patch_size=4, **sizes))
+    model = randomised(timm_moe.convert_to_moe(model.train(), **OPTIONS))
+    x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0))
+
+    def padded(number):
+        mask = nn.functional.pad(torch.ones(2, 9, dtype=torch.int), (0, number))
+        patches = nn.functional.pad(x, (0, 0, 0, number), value=3.0)
+        shapes = torch.tensor([[3, 3], [3, 3]])
+        return lambda model: model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).pooler_output
+
+    assert_same(model, padded(0), padded(7))

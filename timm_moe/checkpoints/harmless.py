@@ -1,0 +1,81 @@
+"""Objects that checkpoints hold beside tensors: read without running code, some as plainer ones."""
+
+import argparse
+import datetime
+import types
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+#: numpy's types of single numbers.
+_CODES = "?bhilqBHILQefd"
+
+
+class _Ignored:
+    """Takes the place of a numpy array, which no model needs."""
+
+    def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+class _Type(_Ignored):
+    """Takes the place of a numpy type, whose own state could lie about its memory."""
+
+    def __init__(self, code: str, *args: Any):
+        self.code, self.order = str(code), "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = str(state[1])
+
+
+def _number(kind: _Type, data: Any = None) -> Any:
+    """Read a numpy scalar as a number of Python; other scalars are ignored."""
+    try:
+        raw = data.encode("latin1") if isinstance(data, str) else data
+        dtype = np.dtype(kind.order + kind.code)
+        return np.frombuffer(raw, dtype)[0].item() if dtype.char in _CODES else _Ignored()
+    except (TypeError, ValueError, IndexError):
+        return _Ignored()
+
+
+def _path(*parts: str) -> str:
+    return str(PurePath(*parts))
+
+
+def _dictionary(*args: Any) -> dict[Any, Any]:
+    return {}  # its items follow
+
+
+_PATHS = [
+    (_path, f"{module}.{name}")
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+]
+_NUMPY = [
+    (stand_in, f"numpy.{core}{name}")
+    for core in ("_core.", "core.")
+    for name, stand_in in {
+        "multiarray.scalar": _number,
+        "multiarray._reconstruct": _Ignored,
+        "numeric._frombuffer": _Ignored,
+    }.items()
+]
+#: For ``torch.serialization.safe_globals``: what takes the place of a class or function, and its name in a file.
+HARMLESS: list[Any] = [
+    (argparse.Namespace, "argparse.Namespace"),
+    (types.SimpleNamespace, "types.SimpleNamespace"),
+    (_dictionary, "collections.defaultdict"),
+    *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),  # made by a defaultdict
+    *((getattr(datetime, name), f"datetime.{name}") for name in ("date", "datetime", "time", "timedelta", "timezone")),
+    *_PATHS,
+    *_NUMPY,
+    (_Type, "numpy.dtype"),
+    (_Ignored, "numpy.ndarray"),
+]
