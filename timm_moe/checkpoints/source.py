@@ -1,6 +1,5 @@
 """Loading: a file, folder or repository becomes a model in memory."""
 
-import argparse
 import copy
 import logging
 import pickle
