@@ -53,7 +53,7 @@ def peak_memory(device, work):
 
 
 @pytest.mark.parametrize("batch", [64, 63])  # experts of equally many rows, and of not
-def test_an_ewa_step_takes_no_more_memory_than_its_gradients_and_a_twentieth(device, batch):
+def test_an_ewa_step_takes_no_more_memory_than_its_gradients_and_a_fiftieth(device, batch):
     peaks, sizes = [], []
     for name in ("vit_tiny_patch16_224", "vit_tiny_ewa_moe"):
         model = timm.create_model(name, **SMALL_VIT).to(device)
@@ -71,7 +71,7 @@ def test_an_ewa_step_takes_no_more_memory_than_its_gradients_and_a_twentieth(dev
         peaks.append(peak_memory(device, step))
         sizes.append(sum(parameter.nbytes for parameter in model.parameters()))
     assert peaks[0] > 4 * sizes[0]  # activations, above all
-    assert peaks[1] <= 1.05 * peaks[0] + sizes[1] - sizes[0]
+    assert peaks[1] <= 1.02 * peaks[0] + sizes[1] - sizes[0]
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")

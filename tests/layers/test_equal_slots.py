@@ -101,13 +101,13 @@ def test_second_derivatives():
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU: a value that is read, and a tensor that is copied to the CPU."""
+    """Counts what makes the host wait for a GPU: a value that is read, and a tensor that is copied from or to it."""
 
     number = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        is_copy = operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda and not result.is_cuda
+        is_copy = operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda != result.is_cuda
         self.number += is_copy or operator.overloadpacket is torch.ops.aten._local_scalar_dense
         return result
 
