@@ -3,14 +3,20 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from . import report
 from .protocol import Setting, cpu_name
+from .worker import begin
 
 FOLDER = Path(__file__).parent
 #: glibc returns large blocks to the system and maps them again, page by page, at each use; this keeps them.
@@ -42,12 +48,13 @@ PLAN = {
         for mode in ("eager", "compiled")
         for dtype in ("float32", "bfloat16")
     ],
+    "papers": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
     "scaling": [dict(mode=mode, allocator="neutral", rounds=5) for mode in ("eager", "compiled")],
     "imports": [{}],
     "exporting": [{}],
 }
-#: Suites that do not use a GPU.
-HOST_SUITES = ("imports", "exporting")
+#: Suites of one device: two use no GPU, and the papers' sizes are too large for a CPU.
+DEVICES = {"imports": "cpu", "exporting": "cpu", "papers": "cuda"}
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
 CHOICES = {"dtype": ("float32", "bfloat16"), "mode": ("eager", "compiled"), "allocator": ("neutral", "default")}
@@ -60,20 +67,41 @@ def main() -> None:
     for name, values in CHOICES.items():
         parser.add_argument(f"--{name}", choices=values, help="only these settings of the suites; by default all")
     parser.add_argument("--rounds", type=int, help="of each contest, instead of each suite's own number")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="begin no contest after N minutes; the same command goes on, without the contests that it has timed",
+    )
     parser.add_argument("--report", action="store_true", help="measure nothing, write the report of earlier results")
     args = parser.parse_args()
     unknown = set(args.suites) - set(PLAN)
     if unknown:
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
     suites = [] if args.report else args.suites or PLAN
-    failed = [suite for suite in suites for setting in _settings(suite, args) if not _measure(suite, setting)]
+    failed = _measure_all([(suite, setting) for suite in suites for setting in _settings(suite, args)], args.minutes)
     report.write(FOLDER / "results")
     if failed:
         sys.exit(f"Not measured, see above: {', '.join(failed)}.")
 
 
-def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, str]]:
-    if args.device == "cuda" and suite in HOST_SUITES:
+def _measure_all(pieces: list[tuple[str, dict[str, Any]]], minutes: float | None) -> list[str]:
+    """Measure suites in their settings, with a limit of time what is missing; returns the suites that failed."""
+    until, failed = time.time() + 60 * minutes if minutes else math.inf, []
+    for suite, setting in pieces:
+        path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
+        if minutes and begin(suite, setting, path)["whole"]:
+            continue
+        if not _measure(suite, {**setting, "until": until}, path):
+            failed.append(suite)
+        if time.time() > until:
+            print("The time is over. The same command goes on from here.", file=sys.stderr)
+            break
+    return failed
+
+
+def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    if DEVICES.get(suite, args.device) != args.device:
         return []
     chosen = {"device": args.device, **({"rounds": args.rounds} if args.rounds else {})}
     settings = [{**setting, **chosen} for setting in PLAN[suite]]
@@ -87,30 +115,19 @@ def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, str]]:
     ]
 
 
-def _measure(suite: str, setting: dict[str, str]) -> bool:
-    """Measure in a process of its own and store the result; False if it fails."""
-    words = " ".join(str(value) for value in setting.values())
+def _measure(suite: str, setting: dict[str, Any], path: Path) -> bool:
+    """Measure in a process of its own, which stores the result; False if it fails."""
+    words = " ".join(str(value) for name, value in setting.items() if name != "until")
     print(f"{suite} ({words})", file=sys.stderr, flush=True)
     allocator = NEUTRAL_ALLOCATOR if setting.get("allocator") == "neutral" else {}
-    command = [sys.executable, "-m", "benchmarks.worker", suite, json.dumps(setting)]
-    process = subprocess.run(
-        command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True
-    )
-    if process.returncode:
-        return False
-    path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
-    path.parent.mkdir(exist_ok=True)
-    results = json.loads(path.read_text()) if path.exists() else {}
-    key = " ".join([suite, *(str(setting[name]) for name in ("dtype", "mode", "allocator") if name in setting)])
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**results, key: json.loads(process.stdout)}, indent=1))
-    temporary.replace(path)
-    return True
+    command = [sys.executable, "-m", "benchmarks.worker", suite, json.dumps(setting), str(path)]
+    return not subprocess.run(command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent).returncode
 
 
 def _machine(device: str) -> str:
-    """Name the machine: ratios differ between kinds of CPU, so each kind has its own results."""
-    return device if device == "cuda" else "cpu-" + "-".join(re.findall(r"[a-z0-9]+", cpu_name().lower()))
+    """Name the machine: ratios differ between kinds of device, so each kind has its own results."""
+    name = cpu_name() if device == "cpu" else torch.cuda.get_device_name()
+    return "-".join([device, *re.findall(r"[a-z0-9]+", name.lower())])
 
 
 if __name__ == "__main__":

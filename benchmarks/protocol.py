@@ -32,6 +32,8 @@ class Setting:
         mode: ``"eager"`` or ``"compiled"``.
         allocator: ``"default"``, or ``"neutral"``, in which glibc's malloc keeps large blocks.
         rounds: rounds of each contest.
+        left_out: contests that are not timed, since their figures are known.
+        until: seconds since 1970 after which no contest begins.
     """
 
     device: str = "cpu"
@@ -39,6 +41,8 @@ class Setting:
     mode: str = "eager"
     allocator: str = "default"
     rounds: int = 15
+    left_out: tuple[str, ...] = ()
+    until: float = math.inf
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
@@ -100,7 +104,17 @@ class Row:
 
 
 def run(contest: Contest, setting: Setting) -> list[Row]:
-    """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt."""
+    """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt.
+
+    A contest that the setting leaves out has no rows.
+
+    Raises:
+        TimeoutError: if the time of the setting is over.
+    """
+    if contest.name in setting.left_out:
+        return []
+    if time.time() > setting.until:
+        raise TimeoutError
     torch.compiler.reset()  # torch compiles only a few variants of a function, then falls back to eager mode
     baseline = next(iter(contest.entries))
     works = {name: make() for name, make in contest.entries.items()}
@@ -176,7 +190,7 @@ def cpu_name() -> str:
     return " ".join([*name.split(), *([f"({widest})"] if widest else [])])
 
 
-def environment(setting: Setting) -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """Collect hardware and versions for the results."""
     import datetime
 
@@ -185,7 +199,7 @@ def environment(setting: Setting) -> dict[str, Any]:
     import timm_moe
 
     return {
-        "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{cpu_name()}, one thread",
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, one thread",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,

@@ -28,14 +28,15 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def vit_small() -> dict[str, Make]:
-    return _contenders("vit_small_patch16_224", "vit_small")
+    return contenders("vit_small_patch16_224", "vit_small")
 
 
 def vit_xtiny() -> dict[str, Make]:
-    return _contenders("vit_xtiny", "vit_xtiny")
+    return contenders("vit_xtiny", "vit_xtiny")
 
 
-def _contenders(dense: str, prefix: str) -> dict[str, Make]:
+def contenders(dense: str, prefix: str) -> dict[str, Make]:
+    """Make a dense model and its forms with experts in every second block."""
     create = partial(timm.create_model, num_classes=CLASSES)
     return {
         "dense": partial(create, dense),

@@ -1,30 +1,66 @@
-"""A suite in one setting, in its own process: ``python -m benchmarks.worker SUITE SETTING`` prints JSON."""
+"""A suite in one setting, in its own process: ``python -m benchmarks.worker SUITE SETTING FILE`` writes to the results.
+
+It writes after each figure, so that what is killed loses little.
+"""
 
 import dataclasses
 import importlib
 import json
+import math
 import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from .protocol import Row, Setting, environment
 
 
-def main(suite: str, options: str) -> None:
-    setting = Setting(**json.loads(options))
+def main(suite: str, options: str, file: str) -> None:
+    stated, path = json.loads(options), Path(file)
+    setting = Setting(**stated)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    rows = []
-    for row in importlib.import_module(f"benchmarks.{suite}").measure(setting):
-        rows.append(row)
-        print(f"  {_line(row)}", file=sys.stderr, flush=True)
-    result = {
-        "suite": suite,
-        "setting": dataclasses.asdict(setting),
-        "environment": environment(setting),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    json.dump(result, sys.stdout)
+    result = begin(suite, stated, path)
+    if setting.until == math.inf:
+        result["rows"] = []
+    setting = dataclasses.replace(setting, left_out=tuple({row["contest"] for row in result["rows"]}))
+    result["whole"] = False
+    with suppress(TimeoutError):
+        for row in importlib.import_module(f"benchmarks.{suite}").measure(setting):
+            others = [old for old in result["rows"] if (old["contest"], old["entry"]) != (row.contest, row.entry)]
+            result["rows"] = [*others, dataclasses.asdict(row)]
+            _store(suite, stated, path, result)
+            print(f"  {_line(row)}", file=sys.stderr, flush=True)
+        _store(suite, stated, path, {**result, "whole": True})
+
+
+def begin(suite: str, stated: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Make the result of a suite, with the figures that this machine had with this setting and these versions."""
+    setting = dataclasses.asdict(Setting(**stated))
+    for name in ("left_out", "until"):
+        del setting[name]
+    place = environment(setting["device"])
+    old = _read(path).get(_key(suite, stated), {})
+    is_same = old.get("setting") == setting and {**old["environment"], "date": place["date"]} == place
+    kept = {"rows": old["rows"], "whole": old.get("whole", False)} if is_same else {"rows": [], "whole": False}
+    return {"suite": suite, "setting": setting, "environment": place, **kept}
+
+
+def _store(suite: str, stated: dict[str, Any], path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**_read(path), _key(suite, stated): result}, indent=1))
+    temporary.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _key(suite: str, stated: dict[str, Any]) -> str:
+    return " ".join([suite, *(str(stated[name]) for name in ("dtype", "mode", "allocator") if name in stated)])
 
 
 def _line(row: Row) -> str:

@@ -1,9 +1,11 @@
 """The command ``python -m studies [NAME ...]``: runs what is missing, then writes the results and both pages."""
 
 import argparse
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,8 +43,15 @@ def main() -> None:
         action="store_true",
         help="leave out runs whose figures are in studies/results, no matter which machine measured them",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="end after the epoch in which N minutes are over; the same command goes on from there",
+    )
     parser.add_argument("--report", action="store_true", help="run nothing, write the pages of earlier results")
     args = parser.parse_args()
+    args.until = time.time() + 60 * args.minutes if args.minutes else math.inf
     if args.report and (args.names or args.seeds):
         parser.error("--report writes the pages of all results: it takes no study and no --seeds")
     unknown = set(args.names) - set(STUDIES)
@@ -59,6 +68,8 @@ def main() -> None:
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit("Interrupted. The same command goes on from here.")
+    if time.time() > args.until:
+        print("The time is over. The same command goes on from here.", file=sys.stderr)
     if failed:
         sys.exit("\n".join(["Not done:", *failed]))
 
@@ -100,7 +111,7 @@ def _place(size: Size, args: argparse.Namespace) -> Place:
     root = args.output / size.setting
     root.mkdir(parents=True, exist_ok=True)
     parts = {name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()}
-    return Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device)
+    return Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device, args.until)
 
 
 def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:

@@ -1,4 +1,4 @@
-"""Additions to timm's train.py: ``python -m studies.callbacks NAME[=VALUE] train.py OPTIONS``.
+"""Additions to timm's train.py: ``python -m studies.callbacks NAME[=VALUE] ... train.py OPTIONS``.
 
 The script itself is unmodified. An addition wraps timm's factory of optimizers or schedulers before the script starts.
 """
@@ -7,6 +7,7 @@ import functools
 import inspect
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,22 @@ def _freeze_all_but_fusion(model: nn.Module) -> None:
         fusion.requires_grad_(True)
 
 
+def until(seconds: str) -> None:
+    """End train.py, as by ^C, after the epoch in which a time is over, in seconds since 1970."""
+
+    def watch(scheduler: Any) -> None:
+        step = scheduler.step
+
+        def step_and_look(epoch: int, metric: float | None = None) -> None:
+            step(epoch, metric)
+            if metric is not None and time.time() > float(seconds):  # the epoch is saved; a start has no metric
+                raise KeyboardInterrupt
+
+        scheduler.step = step_and_look
+
+    _around(timm.scheduler, "create_scheduler_v2", after=lambda made, _: watch(made[0]))
+
+
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
     """Make a callback without a value, which changes the model."""
     return lambda value: _change(change)
@@ -116,6 +133,7 @@ def _around(
 
 
 CALLBACKS: dict[str, Callable[[str], None]] = {
+    "until": until,
     "switch_ema": switch_ema,
     "lr_divided": lr_divided,
     "begin_divided": begin_divided,
@@ -126,13 +144,15 @@ CALLBACKS: dict[str, Callable[[str], None]] = {
 }
 
 
-def main(name: str, script: str, *options: str) -> None:
-    """Run a script of timm with a callback."""
-    name, _, value = name.partition("=")
-    CALLBACKS[name](value)
-    sys.argv = [script, *options]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
+def main(*arguments: str) -> None:
+    """Run a script of timm with callbacks."""
+    place = next(number for number, argument in enumerate(arguments) if argument.endswith(".py"))
+    for callback in arguments[:place]:
+        name, _, value = callback.partition("=")
+        CALLBACKS[name](value)
+    sys.argv = [*arguments[place:]]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

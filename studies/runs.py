@@ -54,12 +54,17 @@ class Place:
         root: folder of the runs of the setting, with a folder of images for each key.
         images: identity of the images, by their keys.
         device: ``"cpu"`` or ``"cuda"``.
+        until: seconds since 1970 after which no step begins; a training ends with its epoch, to be resumed.
     """
 
     scripts: Path
     root: Path
     images: dict[str, Part]
     device: str = "cpu"
+    until: float = math.inf
+
+    def is_over(self) -> bool:
+        return time.time() > self.until
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +152,7 @@ class Run:
         return known["figures"] if known.get("stated") == self.statement(arm) else None
 
     def work(self) -> None:
-        """Do the missing steps.
+        """Do the missing steps, as far as there is time.
 
         Raises:
             RunFailed: if a command fails (finished steps are kept), or the folder holds another run.
@@ -161,7 +166,7 @@ class Run:
             if not self.is_trained():
                 self._train(log, lock)
             for arm in self.arms():
-                if self._figures(arm) is None:
+                if self._figures(arm) is None and not self.place.is_over():
                     self._measure(arm, log, lock)
 
     def progress(self) -> float:
@@ -200,6 +205,8 @@ class Run:
         }
         cost = self._call(self._train_command(used), log, lock)
         epochs = self._saved_epochs()
+        if epochs < self._epochs() and self.place.is_over():
+            return
         if epochs < self._epochs():  # train.py returns 0 if it is interrupted
             raise RunFailed(f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs.")
         versions = versions_here(self.place.device)
@@ -217,8 +224,11 @@ class Run:
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
         script = [str(self.place.scripts / "train.py")]
-        if self.training.callback:
-            script = ["-m", "studies.callbacks", self.training.callback, *script]
+        callbacks = [self.training.callback] if self.training.callback else []
+        if self.place.until < math.inf:
+            callbacks.append(f"until={self.place.until}")
+        if callbacks:
+            script = ["-m", "studies.callbacks", *callbacks, *script]
         stated = self.stated()
         options = ["--model", stated["model"], *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else [])]
         options += ["--val-split", ""]  # a training with --val-split test among its options has a curve

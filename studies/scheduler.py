@@ -16,6 +16,8 @@ INTERVAL = 60.0
 def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], interval: float = INTERVAL) -> list[str]:
     """Do the runs that are missing. A run that others need comes first, and no two work in one folder at a time.
 
+    No run begins when the time of its place is over.
+
     Args:
         runs: runs of one study or several, done or not.
         jobs: number of runs at a time.
@@ -32,6 +34,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
     running: dict[Future[None], Run] = {}
     with ThreadPoolExecutor(jobs) as pool, _nothing_left_running():
         while waiting or running:
+            waiting = [run for run in waiting if not run.place.is_over()]
             ready = _ready(waiting, running.values())[: jobs - len(running)]
             waiting = [run for run in waiting if run not in ready]
             for run in ready:
@@ -46,7 +49,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
                 failed += lines
                 for line in lines:
                     print(line, file=sys.stderr, flush=True)
-                clock.see(run, is_done=not lines)
+                clock.see(run, is_done=run.is_done())
                 keep(run)
             clock.tell(list(running.values()))
     return failed

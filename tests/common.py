@@ -22,6 +22,30 @@ TINY = dict(
     num_experts=4, moe_layers="1,3", group_images=2,
 )  # fmt: skip
 
+#: Every way to route: name of a model, and its options.
+FAMILIES = {
+    "random partition": ("vit_tiny_ewa_moe", {}),
+    "top-1": ("vit_tiny_moe", {}),
+    "top-2, capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.05, eval_capacity_factor=0.7)),
+    "top-2, nothing dropped": ("vit_tiny_moe", dict(top_k=2, capacity_factor="none")),
+    "V-MoE": (
+        "vmoe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", batch_priority=True),
+    ),
+    "image-level": ("vimoe_s14", dict(capacity_factor=1.0)),
+    "shared expert": ("vimoe_s14_shared", {}),
+    "WideNet": ("widenet_b", {}),
+    "pBE": ("vmoe_pbe_s32", dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance")),
+    "partitioning": (
+        "vmoe_pbe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="partitioning"),
+    ),
+    "multi-head": (
+        "vmoe_pbe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="multi_head", top_k=2),
+    ),
+}
+
 
 #: Brightness that a class adds to red, green and blue.
 COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)])
@@ -35,6 +59,16 @@ def make_model(name="vit_tiny_moe", **options):
     for layer in moe_layers(model).values():
         if hasattr(layer.router, "weight"):
             nn.init.normal_(layer.router.weight)
+    return model
+
+
+def family(name):
+    model, options = FAMILIES[name]
+    torch.manual_seed(0)
+    model = timm.create_model(model, **{**SMALL_VIT, "num_experts": 4, "depth": 2, **options})
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            nn.init.normal_(parameter, std=0.1)
     return model
 
 

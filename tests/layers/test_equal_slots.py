@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+from devices import NETWORKS, WIDTH, equal_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timm.layers import Mlp, SwiGLU
+from timm.layers import Mlp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,38 +25,8 @@ from timm_moe.layers import (
     grouped,
 )
 from timm_moe.layers import dispatch as dispatch_module
-from timm_moe.layers import routers as routers_module
 
-WIDTH = 8
 ROUTED = (TopKRouter, ImageRouter, EnsembleRouter, PartitionedRouter, MultiHeadRouter)
-
-
-class ByTwo(nn.Module):
-    """A network of the user's, which runs expert by expert, and divides by a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.fc(x / x.norm(dim=-1, keepdim=True))
-
-
-NETWORKS = {
-    "Mlp": lambda: Mlp(WIDTH, 12),
-    "Mlp without bias": lambda: Mlp(WIDTH, 12, bias=False),
-    "SwiGLU with a norm": lambda: SwiGLU(WIDTH, 12, norm_layer=nn.LayerNorm),
-    "own": ByTwo,
-}
-
-
-@contextlib.contextmanager
-def equal_slots():
-    """On the CPU, what other devices do."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (dispatch_module, routers_module):
-            patch.setattr(module, "has_equal_slots", lambda device: True)
-        yield
 
 
 @st.composite
@@ -130,13 +101,13 @@ def test_second_derivatives():
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU: a value that is read, and a tensor that is copied to the CPU."""
+    """Counts what makes the host wait for a GPU: a value that is read, and a tensor that is copied from or to it."""
 
     number = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        is_copy = operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda and not result.is_cuda
+        is_copy = operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda != result.is_cuda
         self.number += is_copy or operator.overloadpacket is torch.ops.aten._local_scalar_dense
         return result
 

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from common import SMALL_VIT
+from common import FAMILIES, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import GluMlp, LayerScale, Mlp, RmsNorm, SwiGLU
@@ -17,7 +17,6 @@ from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter, grouped, routing_to
 from timm_moe.layers.grouped import grouped_linear, spread_over_rows
 from timm_moe.layers.grouped_network import grouped_form
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
@@ -366,39 +365,7 @@ def test_all_rows_at_one_expert():
     torch.testing.assert_close(layer(x, routing=routing), expert(x))
 
 
-#: Every way to route: name of a model, its options, whether its outputs are random.
-FAMILIES = {
-    "random partition": ("vit_tiny_ewa_moe", {}),
-    "top-1": ("vit_tiny_moe", {}),
-    "top-2, capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.05, eval_capacity_factor=0.7)),
-    "V-MoE": (
-        "vmoe_s32",
-        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", batch_priority=True),
-    ),
-    "image-level": ("vimoe_s14", dict(capacity_factor=1.0)),
-    "shared expert": ("vimoe_s14_shared", {}),
-    "WideNet": ("widenet_b", {}),
-    "pBE": ("vmoe_pbe_s32", dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance")),
-    "partitioning": (
-        "vmoe_pbe_s32",
-        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="partitioning"),
-    ),
-    "multi-head": (
-        "vmoe_pbe_s32",
-        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="multi_head", top_k=2),
-    ),
-}
 IN_SHORT = ("top-2, capacity",)
-
-
-def family(name):
-    model, options = FAMILIES[name]
-    torch.manual_seed(0)
-    model = timm.create_model(model, **{**SMALL_VIT, "num_experts": 4, "depth": 2, **options})
-    for parameter in model.parameters():
-        if parameter.ndim == 3:
-            nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 def families():
@@ -449,34 +416,3 @@ def test_no_count_is_read_in_eager_mode(name):
         model(images).sum().backward()
         model.eval()(images)
         model.train()
-
-
-@GPU
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("mode", ["eager", "default", "reduce-overhead"])
-def test_a_gpu_is_never_waited_for(name, mode):
-    model, images = family(name).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
-    call = model if mode == "eager" else torch.compile(model, mode=mode)
-
-    def run():
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = call(images).float().square().mean() + timm_moe.auxiliary_loss(model)
-        loss.backward()
-
-    for _ in range(3):
-        run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@GPU
-@pytest.mark.parametrize("width", [16, 12])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_gpu_computes_the_same(dtype, width):
-    x, weight, bias, end = (t.detach() for t in tensors([4, 0, 9], width, 8, dtype, after=3))
-    expected = grouped_linear(x, weight, bias, end)
-    got = grouped_linear(x.cuda(), weight.cuda(), bias.cuda(), end.cuda())
-    torch.testing.assert_close(got.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

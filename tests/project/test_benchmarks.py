@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 import benchmarks.layers
 import benchmarks.peers
-from benchmarks import averaging, evaluation, protocol, report, scaling, steps
+from benchmarks import averaging, evaluation, papers, protocol, report, scaling, steps, worker
 from benchmarks.__main__ import FOLDER
+from benchmarks.peers import Size
 from benchmarks.protocol import Contest, Row, Setting, run
 
 SHORT = Setting(rounds=2)
@@ -55,14 +58,48 @@ def test_a_noisy_contest_is_repeated_and_marked(clock, monkeypatch):
     assert len(attempts) == protocol.ATTEMPTS
 
 
+def test_a_suite_whose_time_is_over_goes_on_and_adds_to_its_figures(clock, monkeypatch, tmp_path):
+    file, timed = tmp_path / "results" / "cpu.json", []
+
+    def measure(setting):
+        for name in ("first", "second", "third"):
+            for row in run(Contest(name, {"dense": _taking(1.0, clock), "moe": _taking(2.0, clock)}), setting):
+                timed.append(row.contest)
+                yield row
+                now[0] += 40
+
+    monkeypatch.setitem(sys.modules, "benchmarks.tiny", SimpleNamespace(measure=measure))
+    now = [0.0]
+    monkeypatch.setattr(protocol.time, "time", lambda: now[0])
+    stated = {"dtype": "float32", "rounds": 2}
+    for _ in range(2):
+        worker.main("tiny", json.dumps({**stated, "until": now[0] + 60}), str(file))
+        kept = worker.begin("tiny", stated, file)
+        assert [row["contest"] for row in kept["rows"]] == timed
+        assert not kept["whole"]
+        assert "until" not in json.loads(file.read_text())["tiny float32"]["setting"]
+    worker.main("tiny", json.dumps({**stated, "until": now[0] + 60}), str(file))
+    assert timed == ["first", "first", "second", "second", "third", "third"]
+    assert worker.begin("tiny", stated, file)["whole"]
+    assert worker.begin("tiny", {**stated, "rounds": 3}, file)["rows"] == []
+    monkeypatch.setattr(worker, "environment", lambda device: {"device": "another", "date": "today"})
+    assert worker.begin("tiny", stated, file)["rows"] == []
+    worker.main("tiny", json.dumps(stated), str(file))  # without a limit all is measured
+    assert len(timed) == 12
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layer_and_peer_runs(monkeypatch, dtype):
-    for module in (benchmarks.layers, benchmarks.peers):
-        monkeypatch.setattr(module, "TOKENS", 16)
+    monkeypatch.setattr(benchmarks.layers, "TOKENS", 16)
     setting = Setting(dtype=dtype)
     monkeypatch.setattr(Setting, "pick", lambda self, cpu, cuda: 2)
-    for contest in [*benchmarks.layers.contests(setting), *benchmarks.peers.contests(setting)]:
+    monkeypatch.setattr(papers, "VMOE_B32", dataclasses.replace(papers.VMOE_B32, width=32, hidden=48, tokens=10))
+    for contest in [
+        *papers.layers(setting),
+        *benchmarks.layers.contests(setting),
+        *benchmarks.peers.contests(setting, Size(tokens=16)),
+    ]:
         for make in contest.entries.values():
             make()()
     for row in benchmarks.layers.saved_bytes(setting):

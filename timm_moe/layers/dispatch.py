@@ -18,7 +18,7 @@ ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": roun
 class Routing(NamedTuple):
     """The rows that each expert gets, and the way of its outputs back.
 
-    Shapes do not depend on the choices, so no device synchronisation is needed.
+    Shapes do not depend on the choices, so a routing is made without a wait for the device.
 
     Attributes:
         token_indices: (N,) row of the input in each slot of the experts' input, in the order of the experts. A row

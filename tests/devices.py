@@ -1,0 +1,60 @@
+"""Tests for two devices: a GPU, and the CPU in the form of a GPU, which tries the tests on machines without one."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from timm.layers import Mlp, SwiGLU
+from torch import nn
+
+from timm_moe.layers import dispatch, routers
+
+WIDTH = 8
+
+
+class ByTwo(nn.Module):
+    """A network of the user's, which runs expert by expert, and divides by a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.fc(x / x.norm(dim=-1, keepdim=True))
+
+
+NETWORKS = {
+    "Mlp": lambda: Mlp(WIDTH, 12),
+    "Mlp without bias": lambda: Mlp(WIDTH, 12, bias=False),
+    "SwiGLU with a norm": lambda: SwiGLU(WIDTH, 12, norm_layer=nn.LayerNorm),
+    "own": ByTwo,
+}
+
+
+@contextlib.contextmanager
+def equal_slots(are_equal=True):
+    """On the CPU, what other devices do; within such a block, what a CPU does again."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dispatch, routers):
+            patch.setattr(module, "has_equal_slots", lambda device: are_equal)
+        yield
+
+
+@contextlib.contextmanager
+def waits(device, expected):
+    """Fail unless the host waits for the GPU so many times; where it must not, the error tells where it does.
+
+    On the CPU nothing waits.
+    """
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn" if expected else "error")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught) == expected
