@@ -37,12 +37,8 @@ class _Type(_Ignored):
 
 def _number(kind: _Type, data: Any = None) -> Any:
     """Read a numpy scalar as a number of Python; other scalars are ignored."""
-    try:
-        raw = data.encode("latin1") if isinstance(data, str) else data
-        dtype = np.dtype(kind.order + kind.code)
-        return np.frombuffer(raw, dtype)[0].item() if dtype.char in _CODES else _Ignored()
-    except (TypeError, ValueError, IndexError):
-        return _Ignored()
+    dtype = np.dtype(kind.order + kind.code)
+    return np.frombuffer(data, dtype)[0].item() if dtype.char in _CODES else _Ignored()
 
 
 def _path(*parts: str) -> str:
@@ -53,29 +49,18 @@ def _dictionary(*args: Any) -> dict[Any, Any]:
     return {}  # its items follow
 
 
-_PATHS = [
-    (_path, f"{module}.{name}")
-    for module in ("pathlib", "pathlib._local")
-    for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-]
-_NUMPY = [
-    (stand_in, f"numpy.{core}{name}")
-    for core in ("_core.", "core.")
-    for name, stand_in in {
-        "multiarray.scalar": _number,
-        "multiarray._reconstruct": _Ignored,
-        "numeric._frombuffer": _Ignored,
-    }.items()
-]
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_NUMPY = {"multiarray.scalar": _number, "multiarray._reconstruct": _Ignored, "numeric._frombuffer": _Ignored}
+_DATES = ("date", "datetime", "time", "timedelta", "timezone")
 #: For ``torch.serialization.safe_globals``: what takes the place of a class or function, and its name in a file.
 HARMLESS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (types.SimpleNamespace, "types.SimpleNamespace"),
     (_dictionary, "collections.defaultdict"),
     *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),  # made by a defaultdict
-    *((getattr(datetime, name), f"datetime.{name}") for name in ("date", "datetime", "time", "timedelta", "timezone")),
-    *_PATHS,
-    *_NUMPY,
+    *((getattr(datetime, name), f"datetime.{name}") for name in _DATES),
+    *((_path, f"pathlib.{place}{name}") for place in ("", "_local.") for name in _PATHS),
+    *((kind, f"numpy.{core}.{name}") for core in ("_core", "core") for name, kind in _NUMPY.items()),
     (_Type, "numpy.dtype"),
     (_Ignored, "numpy.ndarray"),
 ]

@@ -448,8 +448,7 @@ def _ema_weights(checkpoint: dict[str, Any], plain: Any, path: Path) -> Any:
         return checkpoint["state_dict_ema"]
     if "averaging_state" in checkpoint:  # Lightning's WeightAveraging puts them in the place of the others
         return plain
-    seen: set[int] = set()
-    found: dict[str, dict[str, Tensor]] = {}
+    seen, found = set(), {}
     trees: list[tuple[str, Any]] = [("", checkpoint)]
     for name, tree in trees:  # which grows
         if not isinstance(tree, dict) or id(tree) in seen or name.count(".") > 3:

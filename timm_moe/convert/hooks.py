@@ -50,9 +50,9 @@ def check_loaded_layers(model: nn.Module, state_dict: dict[str, Any], prefix: st
             raise ValueError(
                 f"The checkpoint has {len(loaded)} experts in {name}, where the model is dense: use its moe_layers."
             )
-    experts = {prefix + name: stacked for name, stacked in expert_parameters(model).items()}
+    experts = {prefix + name: stacked.ndim for name, stacked in expert_parameters(model).items()}
     loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
-    dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name].ndim]
+    dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name]]
     if 0 < len(dense) < len(loaded_experts):
         raise ValueError(
             f"The checkpoint has experts, but none in {dense[0]}, where the model has some: use its moe_layers."

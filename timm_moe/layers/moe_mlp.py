@@ -111,10 +111,9 @@ class MoeMlp(Experts):
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Compute what :meth:`forward` returns, zero for rows of padding."""
         padding = self.padding
-        if padding is None:
-            return self._route(x, routing)
-        self.padding = None
-        if routing is not None or not self._heeds(padding, x):
+        if padding is not None:
+            self.padding = None
+        if padding is None or routing is not None or not self._heeds(padding, x):
             return self._route(x, routing)
         y_VD = self._route(x[~padding], None)
         return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
