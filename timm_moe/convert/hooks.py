@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..layers import MoeMlp, RecordingRouter, begin_forward
 from .blocks import expert_parameters, moe_layers
@@ -68,7 +69,7 @@ def note_padding(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     padding = None
     if isinstance(mask, Tensor) and name != "mask":  # which may be true for either
         padding = _padding(block, name, mask)
-    elif mask is not None:
+    elif mask is not None and not isinstance(mask, Proxy):
         warnings.warn(
             f"Experts cannot see padding by {name!r} of a {type(block).__name__}, a {type(mask).__name__}, so padding "
             "counts in capacities, router losses and loads: give the block a tensor named attention_mask (true for "

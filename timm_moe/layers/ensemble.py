@@ -24,7 +24,7 @@ class _Tile:
         if self.is_first:
             x = x.repeat_interleave(self.copies, 0)
         mask = kwargs.get("attn_mask")
-        if mask is not None and mask.ndim == 4 and len(mask) * self.copies == len(x):
+        if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) * self.copies == len(x):
             kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(self.copies, 0)}
         return (x, *others), kwargs
 
