@@ -6,6 +6,7 @@ meanwhile, so two processes never write the same output at once.
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ try:
 except ModuleNotFoundError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
+#: Bytes of a config, a log or a table.
+_LONGEST_TEXT = 2**26
 _PARTIAL, _LOCK = ".timm_moe.partial", ".timm_moe.lock"
 
 
@@ -36,6 +39,43 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
     if file.exists() and not overwrite:
         raise FileExistsError(f"{file} exists; pass --overwrite (overwrite=True) to replace it.")
     _check_place(file)
+
+
+def require_file(file: Path, folder: Path | None = None) -> Path:
+    """Return the place of a file, which exists or not, with its links followed.
+
+    Args:
+        file: to read.
+        folder: that the links must not lead out of. A snapshot in the Hub's cache has links to its own repository's
+            ``blobs``, which have links to the cache's own, by hash.
+
+    Raises:
+        OSError: if it is a pipe or a device, which may have no end.
+        ValueError: if it leads out of the folder.
+    """
+    target = file.resolve()
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise OSError(f"{file} is a pipe or a device, where a file must be.")
+    if folder is not None and not any(target.is_relative_to(place) for place in _places(folder.resolve(), target)):
+        raise ValueError(f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there.")
+    return target
+
+
+def read_text(file: Path) -> str:
+    """Read a file of text; raise OSError if it is none, ValueError if it is longer than any of its kind."""
+    if require_file(file).stat().st_size > _LONGEST_TEXT:
+        raise ValueError(f"{file} is too long: it has more than {_LONGEST_TEXT:,} bytes.")
+    return file.read_text(encoding="utf-8")
+
+
+def _places(folder: Path, target: Path) -> Iterator[Path]:
+    """List the folders that a folder's links may lead to."""
+    yield folder
+    for parent in folder.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            yield parent.parent / "blobs"
+            if re.fullmatch("[0-9a-f]{64}", target.name):
+                yield parent.parents[1] / "blobs" / target.name[:2]
 
 
 def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = False) -> None:

@@ -51,9 +51,21 @@ def check_channels(stated: Mapping[str, Any], *channels: int) -> None:
 
 
 def shown(value: Any) -> str:
-    """Shorten any value for a message."""
-    text = repr(value)
+    """Shorten any value for a message. Of a nested one only the types are written: its text may have no end."""
+    text = _word(value)
+    if type(value) in (list, tuple):
+        left, right = "[]" if type(value) is list else "()"
+        text = f"{left}{', '.join(map(_word, value[:80]))}{right}"
     return text if len(text) <= 80 else f"{text[:80]} ..."
+
+
+def _word(value: Any) -> str:
+    return repr(value[:81] if isinstance(value, str) else value) if is_single(value) else f"{type(value).__name__} ..."
+
+
+def is_single(value: Any) -> bool:
+    """Tell if a value is None, a text, or a number that can be written out."""
+    return type(value) in (str, bool, float, type(None)) or (type(value) is int and value.bit_length() < 256)
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:

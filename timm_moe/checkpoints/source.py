@@ -6,7 +6,7 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..console import printable
 from ..convert.blocks import moe_layers, unwrapped
+from ..files import require_file
 from ..info import check_registered
 from ..model_config import (
     check_preprocessing,
@@ -29,13 +30,14 @@ from ..model_config import (
     set_pretrained_cfg,
     state_preprocessing,
 )
-from .quick_init import quick_init
-from .stated import SOURCE_PREFIXES, Blueprint, check_arguments, read_config
+from .quick_init import bounded_work, quick_init
+from .stated import SOURCE_PREFIXES, Blueprint, args_of_train_py, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
 
 #: Names of the weights in a folder in timm's layout, in order of preference; the first two are the Hub's.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+WEIGHTS_END = (".safetensors", ".pth", ".bin")
 #: Names of train.py's checkpoints, the best first.
 _CHECKPOINTS = ("model_best.pth.tar", "last.pth.tar", "tmp.pth.tar")
 #: Prefixes that other frameworks put before the names of a model's weights.
@@ -106,7 +108,7 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
     if name.startswith(SOURCE_PREFIXES):
         return _load_folder(name, spec)
-    if not Path(name).is_file():
+    if not Path(name).exists():
         raise FileNotFoundError(
             f"{name} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
         )
@@ -128,7 +130,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     _require_checksums(path)
     state_dict = _state_dict(checkpoint, path, use_ema)
-    train_args = vars(checkpoint["args"]) if isinstance(checkpoint.get("args"), argparse.Namespace) else {}
+    train_args = args_of_train_py(checkpoint)
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):
@@ -142,16 +144,16 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         stated = {name: value for name, value in used.items() if name not in spec.args()}
     check_arguments(blueprint.architecture, stated, path)
     args = {**stated, **spec.args()}
-    _require_possible(args, path.stat().st_size, path)
     try:
-        with quick_init():
-            model = _create(blueprint, args)
+        sketch = _sketch(blueprint, args, state_dict, path if stated else None)
     except Exception as error:  # arguments may end in anything
         raise _not_created(name, error) from error
-    state_dict = _unwrapped(state_dict, model, path)
-    if not model.state_dict().keys() <= state_dict.keys():  # a dense checkpoint has no routers: they stay as drawn
-        model = _create(blueprint, args)
+    state_dict = _unwrapped(state_dict, sketch, path)
     try:
+        sketch.load_state_dict({name: tensor.to("meta") for name, tensor in state_dict.items()})
+        # A dense checkpoint has no routers: they stay as drawn.
+        with quick_init() if sketch.state_dict().keys() <= state_dict.keys() else nullcontext():
+            model = _create(blueprint, args)
         model.load_state_dict(state_dict)
     except RuntimeError as error:
         raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(error)}") from error
@@ -193,7 +195,7 @@ def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
         check_registered(name)
         return Blueprint(name)
     if name.startswith("local-dir:"):
-        _require_config(_file(name))
+        require_config(_file(name))
     try:
         return read_config(_file(name, "config.json"), overridden=spec.args())
     except Exception as error:
@@ -234,11 +236,9 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         weights = _weights_file(name)
         state_dict = _state_dict(read_checkpoint(weights), weights, use_ema=False)
         _require_checksums(weights)
-        _require_possible({**blueprint.args, **spec.args()}, weights.stat().st_size, "config.json")
-        with quick_init():
-            model = _create(blueprint, spec.args())
-        taken = _unwrapped(state_dict, model, weights)
-        for key, tensor in model.state_dict().items():
+        sketch = _sketch(blueprint, spec.args(), state_dict, "config.json")
+        taken = _unwrapped(state_dict, sketch, weights)
+        for key, tensor in sketch.state_dict().items():
             if key not in taken:
                 raise ValueError(f"the weights hold no {key}, which the model has.")
             if taken[key].shape != tensor.shape:  # load_state_dict repeats a dense network's
@@ -246,6 +246,8 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
                 raise ValueError(f"the weights hold {key} of shape {sizes[0]}, the model one of {sizes[1]}.")
         if len(state_dict) > len(taken):
             raise ValueError("the weights hold more than the model's.")
+        with quick_init():
+            model = _create(blueprint, spec.args())
         model.load_state_dict(taken)
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
@@ -255,10 +257,10 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     return model
 
 
-def _require_config(folder: Path) -> None:
+def require_config(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
-    found = [folder / name for name in ("config.json", *_CHECKPOINTS, *_WEIGHTS) if (folder / name).is_file()]
+    found = [folder / name for name in ("config.json", *_CHECKPOINTS, *_WEIGHTS) if (folder / name).exists()]
     if not found:
         raise FileNotFoundError(f"The folder {folder} has no config.json, so it holds no timm model.")
     if found[0].name in _CHECKPOINTS:
@@ -274,8 +276,8 @@ def _weights_file(name: str) -> Path:
         except EntryNotFoundError:
             return _file(name, _WEIGHTS[1])
     folder = _file(name)
-    named = [folder / file for file in _WEIGHTS if (folder / file).is_file()]
-    others = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pth", ".bin"))
+    named = [folder / file for file in _WEIGHTS if (folder / file).exists()]
+    others = sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS_END)
     if not named and len(others) != 1:
         raise ValueError(f"it has no {_WEIGHTS[0]}.")
     return (named or others)[0]
@@ -335,12 +337,27 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
         )
 
 
-def _require_possible(args: dict[str, Any], size: int, origin: Any) -> None:
-    """Raise ValueError if an argument exceeds the bytes of all weights, before memory is allocated for it."""
-    for name, value in args.items():
+def _sketch(blueprint: Blueprint, args: dict[str, Any], state_dict: dict[str, Tensor], origin: Any) -> nn.Module:
+    """Create a model on the meta device, where it takes no memory; raise ValueError if it is too large for its weights.
+
+    Args:
+        origin: file that states some of the arguments; None if all are the user's, which may be anything.
+    """
+    held: dict[int, int] = {}
+    for tensor in state_dict.values():  # it may repeat one number, or be another's
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = min(storage.nbytes(), held.get(storage.data_ptr(), 0) + tensor.nbytes)
+    size = sum(held.values())
+    for name, value in {**blueprint.args, **args}.items() if origin else ():
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, (int, float)) and number > size:
                 raise ValueError(f"{origin} states {name}={number:g}, too much for weights of {size:,} bytes.")
+    with torch.device("meta"), bounded_work(20_000 + 40 * len(state_dict)) if origin else nullcontext():
+        model = _create(blueprint, args)
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if origin and needed > 64 * size + 2**28:  # a dense network may become many experts
+        raise ValueError(f"{origin} states sizes of a model of {needed:,} bytes, but its weights have {size:,}.")
+    return model
 
 
 def first_problem(error: Exception) -> str:
@@ -359,11 +376,16 @@ def describe(error: Exception) -> str:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read the dictionary in a checkpoint file; ValueError if it is damaged, is no checkpoint, or needs code."""
+    require_file(path)
     if path.suffix == ".safetensors" and zipfile.is_zipfile(path):
         raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(record.file_size > record.compress_size for record in archive.infolist()):
+                    raise ValueError("A compressed record may be of any size in memory; torch.save writes none.")
         # train.py stores its arguments as a Namespace; everything else must be plain data and tensors.
         with torch.serialization.safe_globals([argparse.Namespace]):
             # Mapped into memory, the optimizer's state in the file is never read.
@@ -408,7 +430,8 @@ def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[s
     plain = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     state_dict = checkpoint["state_dict_ema"] if use_ema else plain
     if not isinstance(state_dict, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in state_dict.items()
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+        for name, value in state_dict.items()
     ):
         raise ValueError(f"{path} has no state dict of tensors.")
     return clean_state_dict(state_dict)

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from timm.models import PretrainedCfg, model_entrypoint
 from torch import nn
 
 from ..convert.registry import moe_options
+from ..files import read_text
 from ..info import check_registered
-from ..model_config import check_channels, check_preprocessing, shown
+from ..model_config import check_channels, check_preprocessing, is_single, shown
 from ..models.mixin import constructor_arguments
 
 #: Prefixes of model names that lead to a folder or a repository.
@@ -56,7 +58,7 @@ class Blueprint:
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     """Read a ``config.json`` of timm without overridden arguments; ValueError if it states what no file may."""
-    config = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    config = json.loads(read_text(file), parse_constant=_refuse_constant)
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise ValueError("it states no architecture of timm.")
     architecture = config["architecture"]
@@ -99,6 +101,25 @@ def _is_labels(value: Any) -> bool:
     return isinstance(value, (dict, list)) and all(isinstance(label, str) for label in labels)
 
 
+def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return train.py's arguments in a checkpoint; what is nested or long in them becomes a word.
+
+    A pickle may hold one list in another many times over: written out, compared or copied, it would fill the memory.
+    """
+    args = checkpoint.get("args")
+    return {name: _bounded(value) for name, value in vars(args).items()} if isinstance(args, Namespace) else {}
+
+
+def _bounded(value: Any, levels: int = 2) -> Any:
+    """Copy a value, or a dict or list of values or lists; the rest is written as a word."""
+    if levels and isinstance(value, (dict, list, tuple)) and len(value) <= _LONGEST_LIST:
+        if isinstance(value, dict):
+            return {_bounded(name, 0): _bounded(part, levels - 1) for name, part in value.items()}
+        return [_bounded(part, levels - 1) for part in value]
+    is_short = is_single(value) and (levels == 2 or not isinstance(value, str) or len(value) <= _LONGEST_WORD)
+    return value if is_short else shown(value)
+
+
 def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -> None:
     """Raise ValueError if a file states an argument that is no plain value for the architecture's constructor."""
     allowed = architecture_arguments(architecture.partition(".")[0])
@@ -120,7 +141,7 @@ def _is_plain(value: Any, longest: int) -> bool:
 def _is_scalar(value: Any, longest: int) -> bool:
     if isinstance(value, str):
         return len(value) <= longest
-    return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+    return is_single(value) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def architecture_arguments(architecture: str) -> frozenset[str]:

@@ -87,6 +87,9 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     params = {path.removeprefix("params/"): _tensor(array) for path, array in params.items()}
     _refuse_other_architectures(params)
+    for path, array in params.items():
+        if not array.numel():  # its sizes cost the file nothing
+            raise ValueError(f"The checkpoint's array {path} is empty.")
     sources = _sources(params)
     known = {path for paths, _ in sources.values() for path in paths}
     for path in sorted(known - params.keys()):

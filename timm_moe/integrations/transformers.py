@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
+from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
 
@@ -84,7 +85,7 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
     files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
-    state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    state_dict = {name: tensor for file in files for name, tensor in load_file(require_file(file)).items()}
     _take_saved_names(model, state_dict)
     try:
         model.load_state_dict(state_dict)

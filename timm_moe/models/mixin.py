@@ -63,7 +63,8 @@ class MoeMixin:
             raise ValueError(
                 f"The checkpoint has experts, but none in {dense[0]}, where the model has some: use its moe_layers."
             )
-        if dense and any(layer.router.state_dict() for layer in moe_layers(self).values()):
+        is_sketch = any(loaded.is_meta for loaded in loaded_experts.values())
+        if dense and not is_sketch and any(layer.router.state_dict() for layer in moe_layers(self).values()):
             _logger.info("The weights are a dense model's, so the experts are copies of one, the routers untrained.")
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 

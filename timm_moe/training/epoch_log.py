@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..convert.blocks import whole_experts
-from ..files import write_json
+from ..files import read_text, write_json
 from ..layers import MoeMlp
 from ..layers.living import living
 from .averaging import ExpertWeightAveraging
@@ -64,12 +64,13 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: if the file is damaged.
+        OSError: if it is a pipe or a device.
     """
     file = folder / FILE
     if not file.exists():
         return []
     try:
-        epochs = json.loads(file.read_text())["epochs"]
+        epochs = json.loads(read_text(file))["epochs"]
         for entry in epochs:
             numbers = [entry["share_rate"]]
             for layer in entry["layers"].values():

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ...files import read_text
 from ...training.epoch_log import read_epochs
 from .. import charts
 from ..page import Part, Section
@@ -67,8 +68,8 @@ def _summary(folder: Path) -> list[dict[str, float]]:
     if not file.exists():
         return []
     try:
-        with open(file, newline="") as stream:
-            rows = [row for row in csv.DictReader(stream) if (row.get("epoch") or "").isdecimal()]
+        table = csv.DictReader(read_text(file).splitlines())
+        rows = [row for row in table if (row.get("epoch") or "").isdecimal()]
         figures = [{name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)} for row in rows]
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{file} is damaged: it is not the table that train.py writes.") from error

@@ -1,0 +1,264 @@
+"""What a strange file claims: values without end, sizes that its weights do not have, files that are none."""
+
+import argparse
+import os
+import time
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from exported import OPTIONS, SPEC, edit
+from timm.models import save_for_hf
+from torch.overrides import TorchFunctionMode
+
+import timm_moe
+from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.export.export import export_moe
+from timm_moe.export.push import push_dense, push_moe
+from timm_moe.model_config import shown
+from timm_moe.training.epoch_log import FILE, read_epochs
+from timm_moe_cli import main
+
+#: Each doubles a value 22 times: a few hundred bytes in the file, many megabytes as text.
+NESTS = {
+    "list": lambda value: [value, value],
+    "tuple": lambda value: (value, value),
+    "dict": lambda value: {"a": value, "b": value},
+    "OrderedDict": lambda value: OrderedDict(a=value, b=value),
+    "Namespace": lambda value: argparse.Namespace(a=value, b=value),
+}
+
+
+def nest(kind="list"):
+    value = "value"
+    for _ in range(22):
+        value = NESTS[kind](value)
+    return value
+
+
+@pytest.fixture
+def quickly():
+    """Fail a test that computes for long; the text of a nest alone takes seconds."""
+    begin = time.process_time()
+    yield
+    assert time.process_time() - begin < 1.5
+
+
+class Largest(TorchFunctionMode):
+    """Elements of the largest tensor that is made in memory."""
+
+    elements = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "cpu" and not made._is_view():
+            self.elements = max(self.elements, made.untyped_storage().nbytes() // 4)
+        return made
+
+
+def save(file, state_dict=None, **stated):
+    args = {"model": "vit_tiny_ewa_moe", "num_classes": 5, "model_kwargs": OPTIONS, **stated}
+    state_dict = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT).state_dict() if state_dict is None else state_dict
+    torch.save({"state_dict": state_dict, "args": argparse.Namespace(**args), "epoch": 1, "metric": 1.0}, file)
+    return file
+
+
+# --- values without end
+
+READ = ("model", "num_classes", "in_chans", "gp", "model_kwargs", "input_size", "img_size", "mean", "std", "crop_pct")
+PUBLISHED = ("dataset", "initial_checkpoint", "pretrained_path", "pretrained", "eval_metric", "lr", "opt", "model_ema")
+DEPENDENT = ("amp", "amp_dtype", "kd_model_name", "distill_loss_weight", "interpolation", "crop_mode")
+
+
+@pytest.mark.parametrize("kind", NESTS)
+@pytest.mark.parametrize("name", [*READ, *PUBLISHED, *DEPENDENT])
+def test_a_nested_argument(quickly, tmp_path, name, kind):
+    file = save(tmp_path / "a.pth", **{name: nest(kind)})
+    spec = SPEC if name in ("model", "model_kwargs", "num_classes") else None
+    try:
+        text = push_dense(file, "user/vit", dry_run=True, spec=spec).card
+    except ValueError as error:
+        text = str(error)
+    assert len(text) < 5000
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_nests_in_other_places(quickly, tmp_path, kind):
+    content = torch.load(save(tmp_path / "a.pth"), weights_only=False)
+    changes = [
+        {"args": nest(kind)},
+        {"epoch": nest(kind), "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1")},
+        {"metric": nest(kind), "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1")},
+        {
+            "args": argparse.Namespace(
+                **{**vars(content["args"]), "model_kwargs": {**OPTIONS, "patch_size": nest(kind)}}
+            )
+        },
+        {"args": argparse.Namespace(**{**vars(content["args"]), "model_kwargs": {"x": nest(kind)}})},
+        {"state_dict": nest(kind)},
+        {"state_dict": {"head.weight": nest(kind)}},
+    ]
+    (tmp_path / "summary.csv").write_text("epoch,eval_top1\n1,1.0\n")
+    for change in changes:
+        torch.save({**content, **change}, tmp_path / "a.pth")
+        for function in (push_dense, push_moe):
+            try:
+                text = function(tmp_path / "a.pth", "user/vit", dry_run=True).card
+            except ValueError as error:
+                text = str(error)
+            assert len(text) < 5000
+
+
+def test_commands_on_a_nest(quickly, tmp_path, capsys):
+    file = save(tmp_path / "a.pth", model_kwargs={"patch_size": nest()}, mean=nest(), dataset=nest())
+    for command in (["info", file], ["export", file, tmp_path / "out"], ["push", file, "user/vit", "--dry-run"]):
+        assert main(list(map(str, command))) == 1
+        assert len(capsys.readouterr().err) < 500
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_any_value_is_shown_in_a_few_words(quickly, kind):
+    for value in (nest(kind), [nest(kind)] * 10**5, {"a" * 10**6: "b" * 10**6}, ["x" * 10**6] * 10**6):
+        assert 0 < len(shown(value)) < 200
+    assert 0 < len(shown(10**5000)) < 200
+    assert shown([0.5, 0.25]) == "[0.5, 0.25]"
+    assert shown("a word") == "'a word'"
+
+
+# --- sizes
+
+SIZES = {
+    "depth": 20_000,
+    "num_experts": 20_000,
+    "embed_dim": 20_000,
+    "mlp_ratio": 20_000.0,
+    "img_size": 20_000,
+    "patch_size": 20_000,
+    "in_chans": 20_000,
+    "num_heads": 20_000,
+    "reg_tokens": 20_000,
+    "num_classes": 20_000,
+}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "folder", "checkpoint with optimizer", "dense checkpoint"])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_the_weights_do_not_have(quickly, ewa_vit, dense_vit, tmp_path, name, kind):
+    """Said before a model of these sizes is made: the file's own tensors are compared first."""
+    stated = {name: SIZES[name]}
+    if kind == "folder":
+        save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+        edit(tmp_path / "moe", lambda config: config["model_args"].update(stated))
+        source = tmp_path / "moe"
+    else:
+        if name in ("num_classes", "in_chans"):
+            stated = {**stated, "model_kwargs": OPTIONS}
+        else:
+            stated = {"model_kwargs": {**OPTIONS, **stated}}
+        state_dict = dense_vit.state_dict() if kind == "dense checkpoint" else ewa_vit.state_dict()
+        source = save(tmp_path / "a.pth", state_dict, **stated)
+        if "optimizer" in kind:  # which makes the file large
+            torch.save({**torch.load(source, weights_only=False), "optimizer": torch.zeros(10**6)}, source)
+    with Largest() as made, pytest.raises(ValueError, match=r"a\.pth|moe cannot be created|vit_tiny_ewa_moe"):
+        load_source(source)
+    assert made.elements < 2**21  # the optimizer's, 10^6
+
+
+def test_a_tensor_may_claim_more_than_it_holds(quickly, ewa_vit, tmp_path):
+    """By strides of 0, or as one storage under many names."""
+    state_dict = {**ewa_vit.state_dict(), "head.weight": torch.zeros(1, 1).expand(10**6, 32)}
+    state_dict["head.bias"] = torch.zeros(1).expand(10**6)
+    file = save(tmp_path / "a.pth", state_dict, num_classes=10**6)
+    torch.save({**torch.load(file, weights_only=False), "optimizer": torch.zeros(10**6)}, file)
+    with Largest() as made, pytest.raises(ValueError, match=r"a\.pth"):
+        load_source(file)
+    assert made.elements < 2**21
+
+
+def test_a_record_may_claim_more_than_the_file(quickly, tmp_path):
+    """torch.save never compresses; what is compressed may become any size in memory."""
+    file = save(tmp_path / "a.pth")
+    with zipfile.ZipFile(file) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            if name.endswith("data.pkl"):
+                archive.writestr(name, content + bytes(10**7), zipfile.ZIP_DEFLATED)
+            else:
+                archive.writestr(name, content)
+    with pytest.raises(ValueError, match=r"a\.pth is damaged or not a checkpoint"):
+        load_source(file)
+
+
+def test_experts_of_a_dense_checkpoint_are_the_users_choice(dense_vit, tmp_path):
+    file = save(tmp_path / "a.pth", dense_vit.state_dict(), model_kwargs={**OPTIONS, "num_experts": 16})
+    assert timm_moe.moe_layers(load_source(file))["blocks.1.mlp"].num_experts == 16
+    file = save(tmp_path / "a.pth", dense_vit.state_dict())
+    model = load_source(file, ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, "num_experts": 100}))
+    assert timm_moe.moe_layers(model)["blocks.1.mlp"].num_experts == 100
+
+
+# --- files that are none
+
+
+def _fifo(file):
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def _device(file):
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero")
+
+
+@pytest.fixture(params=[_fifo, _device])
+def put(request):
+    return request.param
+
+
+def refused(function, *arguments, **options):
+    with pytest.raises((OSError, ValueError), match=r"is a pipe or a device|leads out of"):
+        function(*arguments, **options)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
+def test_no_file_in_a_folder(ewa_vit, tmp_path, put, name):
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    put(tmp_path / "moe" / name)
+    refused(push_moe, tmp_path / "moe", "user/vit", dry_run=True)
+    refused(push_dense, tmp_path / "moe", "user/vit", method="sum", dry_run=True)
+    if name != "README.md":
+        refused(load_source, tmp_path / "moe")
+        refused(timm_moe.export_dense, tmp_path / "moe", tmp_path / "out")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["last.pth.tar", "model.safetensors", "weights.bin"])
+def test_no_checkpoint(tmp_path, put, name):
+    put(tmp_path / name)
+    for function in (load_source, timm_moe.export_dense, export_moe):
+        arguments = (tmp_path / name, *([] if function is load_source else [tmp_path / "out"]))
+        refused(function, *arguments, spec=SPEC)
+
+
+@pytest.mark.timeout(20)
+def test_no_table_and_no_log_of_epochs(tmp_path, put):
+    file = save(tmp_path / "last.pth.tar", eval_metric="top1")
+    put(tmp_path / "summary.csv")
+    refused(timm_moe.export_dense, file, tmp_path / "out")
+    put(tmp_path / FILE)
+    refused(read_epochs, tmp_path)
+
+
+def test_a_file_without_end_is_no_config(quickly, ewa_vit, tmp_path):
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
+    os.truncate(tmp_path / "moe/config.json", 10**12)  # holes take no place on the disk
+    with pytest.raises(ValueError, match=r"config\.json is too long"):
+        load_source(tmp_path / "moe")
+    (tmp_path / "moe/config.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="cannot be created"):
+        load_source(tmp_path / "moe")
