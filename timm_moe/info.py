@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ def is_registered_here(name: str) -> bool:
 
 def check_registered(name: str) -> None:
     """Raise ValueError, with the nearest name, if timm knows no model of that name."""
-    if timm.is_model(name):
+    if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # timm takes any tag
         return
     nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
     raise ValueError(f"Unknown model ({shown(name)[1:-1]})" + (f"; did you mean {nearest[0]}?" if nearest else "."))

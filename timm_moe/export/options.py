@@ -58,8 +58,13 @@ class Statements:
         for name, value in (self.metrics or {}).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"The metric {name} must be a finite number, got {value!r}.")
-        if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
+        if self.license is not None and not is_abbreviation(self.license):
             raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
+
+
+def is_abbreviation(license: Any) -> bool:
+    """Tell if a licence is written as the Hub abbreviates it; a config may state any text."""
+    return isinstance(license, str) and re.fullmatch(r"[a-z0-9.+-]+", license) is not None
 
 
 @dataclass(frozen=True)
