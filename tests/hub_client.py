@@ -32,6 +32,7 @@ for line in commands:
     if command["token"]:
         os.environ["HF_TOKEN"] = command["token"]
     constants.ENDPOINT = command["url"] or url
+    timm_moe.export.push.PATIENCE = command["patience"]
     pauses = []
     time.sleep = pauses.append
     status = main(command["arguments"])
@@ -60,9 +61,9 @@ class Worker:
             command, env=env, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, *arguments, token=TOKEN, url=None):
+    def run(self, *arguments, token=TOKEN, url=None, patience=30):
         """Exit status, standard output and standard error of a command, for another Hub if a url is given."""
-        command = {"arguments": list(map(str, arguments)), "token": token, "url": url}
+        command = {"arguments": list(map(str, arguments)), "token": token, "url": url, "patience": patience}
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         status, self.paused = json.loads(self.process.stdout.readline())

@@ -318,6 +318,51 @@ def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):
     assert len(server.files("user/vit")) == 4
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        *("preupload", "commit"),
+        *(
+            pytest.param(step, marks=pytest.mark.ci)
+            for step in ("create", "branch", "validate_yaml", "lfs_batch", "upload")
+        ),
+    ],
+)
+def test_a_hub_that_accepts_and_does_not_answer(hub, server, checkpoint, step):
+    server.faults.silent = (step,)
+    begin = time.monotonic()
+    sentence = hub.refused(checkpoint, "user/vit", "--revision", "new", patience=0.2)
+    assert time.monotonic() - begin < 15
+    assert f"The Hub at {server.url} does not answer: it was given 0.2 seconds for each request" in sentence
+    assert re.search(r"and \d+ in all", sentence)
+    server.faults.silent = ()
+    hub.push(checkpoint, "user/vit", "--revision", "new")  # nothing of it stays
+    assert server.messages("user/vit", "new") == ["Add model", "initial commit"]
+
+
+def test_a_request_whose_answer_is_lost_is_not_opened_twice(hub, server, checkpoint):
+    server.create("other/vit")
+    server.faults.lost = ["commit"]
+    assert "cannot be reached or broke off" in hub.refused(checkpoint, "other/vit", "--create-pr")
+    out = hub.push(checkpoint, "other/vit", "--create-pr")
+    assert f"{server.url}/other/vit/discussions/1" in out
+    assert '"hf-hub:other/vit@refs/pr/1"' in out
+    assert server.repositories["other/vit"].revisions.keys() == {"main", "refs/pr/1"}
+    hub.push(checkpoint, "other/vit", "--create-pr", "--license", "mit")  # other files
+    assert server.repositories["other/vit"].revisions.keys() == {"main", "refs/pr/1", "refs/pr/2"}
+    repository = server.repositories["other/vit"]
+    repository.commits[repository.revisions["refs/pr/1"]]["author"] = "somebody"
+    hub.push(checkpoint, "other/vit", "--create-pr")  # of somebody else
+    assert "refs/pr/3" in repository.revisions
+
+
+def test_a_repository_without_discussions(hub, server, checkpoint):
+    server.create("other/vit")
+    server.faults.answers = {"discussions": [403]}
+    hub.push(checkpoint, "other/vit", "--create-pr")
+    assert server.messages("other/vit", "refs/pr/1") == ["Add model", "initial commit"]
+
+
 def test_no_network(hub, checkpoint):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -348,7 +393,11 @@ def test_the_check_comes_first(hub, server, checkpoint, tmp_path):
     torch.save(content, tmp_path / "nan.pth.tar")
     for options in ([], ["--moe"]):
         assert "head.weight holds NaN or Inf" in hub.refused(tmp_path / "nan.pth.tar", "user/vit", *options)
+    exported = timm_moe.export_dense(tmp_path / "nan.pth.tar", tmp_path / "nan", allow_nonfinite=True).path
+    assert "head.weight holds NaN or Inf" in hub.refused(exported, "user/vit")
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     os.truncate(folder / "model.safetensors", 1000)
     assert "vit cannot be created from its config.json and weights" in hub.refused(folder, "user/vit")
-    assert [path for _, path, _ in server.requests] == ["/api/whoami-v2"] * 3
+    (folder / "README.md").symlink_to(hub.folder / "token")
+    assert "README.md leads out of" in hub.refused(folder, "user/vit")
+    assert [path for _, path, _ in server.requests] == ["/api/whoami-v2"] * 5

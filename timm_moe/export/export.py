@@ -184,7 +184,7 @@ def _load(
             "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
         )
     if not allow_nonfinite:
-        _require_finite_weights(model)
+        require_finite_weights(model)
     history = find_history(source, model, settings.use_ema)
     if method is not None and moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)
@@ -213,7 +213,7 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
     return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
 
 
-def _require_finite_weights(model: nn.Module) -> None:
+def require_finite_weights(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and not tensor.isfinite().all():
             raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it.")

@@ -1,17 +1,21 @@
 """Upload of a checked model to the Hugging Face Hub, in one commit."""
 
+import hashlib
 import json
 import logging
+import os
 import re
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, Discussion, HfApi, get_token
 from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import (
@@ -24,20 +28,27 @@ from huggingface_hub.utils import (
 )
 from torch import nn
 
-from ..checkpoints.source import ModelSpec, describe, folder_of, load_source
+from ..checkpoints.source import WEIGHTS_END, ModelSpec, describe, folder_of, load_source, require_config
 from ..console import printable
 from ..convert.blocks import moe_layers
+from ..files import require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
-from .export import export_dense, export_moe, stated_labels
+from .export import export_dense, export_moe, require_finite_weights, stated_labels
 from .formats import drop_second_num_classes, load_checked
 from .history import History, recorded_history
 from .options import Destination, ModelOptions, Statements, grouped
+from .outputs import inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
 #: Seconds until the Hub must have answered the first request.
 TIMEOUT = 10
+#: Seconds for which the Hub may be silent in any later request; the client tries most of them six times.
+PATIENCE = 30
+#: Read by hf_xet, if it is installed, when it sends large files for the first time.
+_XET_TIMEOUT = "HF_XET_CLIENT_READ_TIMEOUT"
+_MESSAGE = "Add model"
 #: Files of a repository; other files of a pushed folder are not uploaded.
 _FILES = ("config.json", "model.safetensors", "README.md")
 
@@ -97,19 +108,22 @@ def push_dense(
             results only if the published model computes the function that was measured.
 
     Raises:
-        ValueError: if an option is wrong, the export fails, or the Hub rejects the card.
+        ValueError: if an option is wrong, the export fails, a link in a folder leads out of it, or the Hub rejects the
+            card.
         TypeError: if there is no option of a name.
         PermissionError: if nobody is logged in, or the Hub refuses the token, the repository or more storage.
-        ConnectionError: if the Hub cannot be reached, breaks off or fails.
+        ConnectionError: if the Hub cannot be reached, breaks off, fails, or is silent for half a minute.
         OSError: if something cannot be read or written.
     """
     order = _begin(repo_id, private, options)
     folder = folder_of(source)
+    if folder is not None:
+        _require_own_files(folder)
     if folder is not None and method == "average":
-        model = _load_folder(folder, order)
-        if not moe_layers(model):
-            return _publish_folder(folder, model, order)
-        del model
+        with _own_copy(folder, order) as (copy, model):
+            if not moe_layers(model):
+                return _publish_copy(copy, model, order)
+            del model
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         export = export_dense(source, made, method, svd_ratio=svd_ratio, **vars(order.settings))
@@ -139,10 +153,10 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
     order = _begin(repo_id, private, options)
     folder = folder_of(source)
     if folder is not None:
-        model = _load_folder(folder, order)
-        if not moe_layers(model):
-            raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
-        return _publish_folder(folder, model, order)
+        with _own_copy(folder, order) as (copy, model):
+            if moe_layers(model):
+                return _publish_copy(copy, model, order)
+        raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
     with tempfile.TemporaryDirectory() as temporary:
         made = export_moe(source, Path(temporary, "model"), **vars(order.settings))
         return _publish(made, _card_of_folder(made, recorded_history(made), order), order)
@@ -162,7 +176,8 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
             stated.
     """
     order = _begin(repo_id, private, options)
-    return _publish_folder(Path(str(folder).removeprefix("local-dir:")), _load_folder(folder, order), order)
+    with _own_copy(Path(str(folder).removeprefix("local-dir:")), order) as (copy, model):
+        return _publish_copy(copy, model, order)
 
 
 @dataclass(frozen=True)
@@ -173,13 +188,15 @@ class _Order:
     statements: Statements
     settings: ModelOptions
     api: HfApi | None
+    user: str | None
 
 
 def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
     """Check the options and the login, before any work is done."""
     given = {"repo_id": repo_id, "private": private, **options}
     destination, statements, settings = grouped(given, Destination, Statements, ModelOptions)
-    return _Order(destination, statements, settings, None if destination.dry_run else _log_in())
+    api, user = (None, None) if destination.dry_run else _log_in()
+    return _Order(destination, statements, settings, api, user)
 
 
 @contextmanager
@@ -201,48 +218,70 @@ def client_output() -> Iterator[None]:
 # --- a folder and its card
 
 
-def _load_folder(folder: str | Path, order: _Order) -> nn.Module:
-    """Load the model of a folder; raise ValueError if an option is given that only a file can follow."""
+def _require_own_files(folder: Path) -> None:
+    """Raise ValueError if something in a folder leads out of it, where the user's own files are."""
+    require_config(folder)
+    for file in sorted(folder.iterdir()):
+        require_file(file, folder)
+
+
+@contextmanager
+def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
+    """Copy a folder's files and load their model, so that what is checked is what is uploaded.
+
+    ValueError is raised if an option is given that only a file can follow.
+    """
+    _require_own_files(folder)
     if order.settings.use_ema or order.settings.spec not in (None, ModelSpec()):
         raise ValueError(
             f"{folder} states its model and has one kind of weights: export it with these options, and push that."
         )
-    return load_source(folder)
-
-
-def _publish_folder(folder: Path, model: nn.Module, order: _Order) -> Push:
-    if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
-    if (folder / "README.md").is_file() and any(vars(order.statements).values()):
-        raise ValueError(
-            f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file away."
-        )
-    left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
-    if left_out:
-        _logger.info("Not uploaded: %s.", ", ".join(map(printable, left_out)))
-    settings = order.settings
-    has_labels = settings.label_names is not None or settings.label_descriptions is not None
-    labels = stated_labels(model, settings) if has_labels else {}
     with tempfile.TemporaryDirectory() as temporary:
-        made = _with_statements(folder, Path(temporary, "model"), settings.license, labels)
-        return _publish(made, _card_of_folder(made, recorded_history(folder), order), order)
+        copy = Path(temporary, os.path.basename(os.path.abspath(folder)) or "model")  # the card has its name
+        copy.mkdir()
+        for file in folder.iterdir():
+            if file.name in _FILES or file.suffix in WEIGHTS_END:
+                with (
+                    open(require_file(file, folder), "rb", opener=_open_itself) as source,
+                    open(copy / file.name, "wb") as target,
+                ):
+                    shutil.copyfileobj(source, target)
+        try:
+            model = load_source(copy)
+            require_finite_weights(model)
+            source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
+        except (OSError, ValueError) as error:
+            kind = ValueError if isinstance(error, ValueError) else type(error)
+            raise kind(str(error).replace(str(copy), str(folder))) from error
+        if not (copy / "model.safetensors").exists():
+            raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
+        if (copy / "README.md").exists() and any(vars(order.statements).values()):
+            raise ValueError(
+                f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file "
+                "away."
+            )
+        left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
+        if left_out:
+            _logger.info("Not uploaded: %s.", ", ".join(map(printable, left_out)))
+        yield copy, model
 
 
-def _with_statements(folder: Path, made: Path, license: str | None, labels: dict[str, Any]) -> Path:
-    """Return the folder itself if its config.json has these entries, otherwise a copy with them."""
-    text = (folder / "config.json").read_text(encoding="utf-8")
-    config = {**json.loads(text), **labels}
+def _open_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))  # a link that has come since is not followed
+
+
+def _publish_copy(copy: Path, model: nn.Module, order: _Order) -> Push:
+    """Upload the copy of a folder, with the licence and class names that the user states."""
+    settings, file = order.settings, copy / "config.json"
+    has_labels = settings.label_names is not None or settings.label_descriptions is not None
+    text = file.read_text(encoding="utf-8")
+    config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
     drop_second_num_classes(config)
-    if license is not None:
-        config.get("pretrained_cfg", config)["license"] = license
-    if config == json.loads(text):
-        return folder
-    made.mkdir()
-    for name in ("model.safetensors", "README.md"):
-        if (folder / name).is_file():
-            (made / name).symlink_to((folder / name).absolute())
-    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return made
+    if settings.license is not None:
+        config.get("pretrained_cfg", config)["license"] = settings.license
+    if config != json.loads(text):
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return _publish(copy, _card_of_folder(copy, recorded_history(copy), order), order)
 
 
 def _card_of_folder(made: Path, history: History, order: _Order) -> str:
@@ -263,13 +302,18 @@ def _publish(folder: Path, card: str, order: _Order, names: Sequence[str] = _FIL
     url, revision = None, destination.revision
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
-        with _errors_in_a_sentence(destination):
-            url, revision = _commit(api, files, destination)
+        with _errors_in_a_sentence(destination), _limited_waiting():
+            request = _open_request(api, order, files) if destination.create_pr else None
+            if request is None:
+                url, revision = _commit(api, files, destination)
+            else:
+                url, revision = request.url, request.git_reference
     repo_url = f"{HfApi().endpoint}/{destination.repo_id}"
     return Push(repo_url, destination.repo_id, sizes, text, url, revision)
 
 
-def _log_in() -> HfApi:
+def _log_in() -> tuple[HfApi, str]:
+    """Return a client of the Hub and the user's name, after the Hub has accepted the token."""
     with _errors_in_a_sentence():
         token = get_token()
         if token is None:
@@ -280,9 +324,51 @@ def _log_in() -> HfApi:
         url = f"{api.endpoint}/api/whoami-v2"
         response = get_session().get(url, headers=build_hf_headers(token=True), timeout=TIMEOUT)
         hf_raise_for_status(response)
-        if response.json().get("auth", {}).get("accessToken", {}).get("role") == "read":
+        user = response.json()
+        if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise PermissionError("Your token for the Hub may only read: make one with the role write.")
-    return api
+    return api, user["name"]
+
+
+@contextmanager
+def _limited_waiting() -> Iterator[None]:
+    """Limit the time that the Hub may keep the client waiting, which by itself waits for ever."""
+    client: Any = get_session()
+    before, client.timeout = getattr(client, "timeout", None), PATIENCE
+    is_stated = _XET_TIMEOUT in os.environ
+    os.environ.setdefault(_XET_TIMEOUT, f"{PATIENCE}s")
+    try:
+        yield
+    finally:
+        client.timeout = before
+        if not is_stated:
+            del os.environ[_XET_TIMEOUT]
+
+
+def _open_request(api: HfApi, order: _Order, files: dict[str, Path | bytes]) -> Discussion | None:
+    """Find the user's open pull request with these very files: the answer to an earlier push may have been lost."""
+    repo_id = order.destination.repo_id
+    kind: Any = {"author": order.user, "discussion_type": "pull_request", "discussion_status": "open"}
+    try:
+        for request in api.get_repo_discussions(repo_id, **kind):
+            if request.title == _MESSAGE:
+                held = {file.path: file for file in api.list_repo_tree(repo_id, revision=request.git_reference)}
+                if all(_is_same(held.get(name), file) for name, file in files.items()):
+                    return request
+    except HfHubHTTPError:  # the repository is not there yet, or has no discussions
+        pass
+    return None
+
+
+def _is_same(held: Any, file: Path | bytes) -> bool:
+    """Compare a file on the Hub with one of this machine by the hash that git or Git LFS knows it by."""
+    ours = CommitOperationAdd("file", file)
+    if held is None or held.size != ours.upload_info.size:
+        return False
+    if held.lfs:
+        return held.lfs.sha256 == ours.upload_info.sha256.hex()
+    with ours.as_file() as content:
+        return held.blob_id == hashlib.sha1(b"blob %d\0" % held.size + content.read()).hexdigest()
 
 
 def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
@@ -302,7 +388,7 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
     commit = api.create_commit(
         repo_id,
         [CommitOperationAdd(name, file) for name, file in files.items()],
-        commit_message="Add model",
+        commit_message=_MESSAGE,
         revision=revision,
         create_pr=destination.create_pr,
     )
@@ -315,11 +401,18 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
 
 @contextmanager
 def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[None]:
+    begin = time.monotonic()
     try:
         yield
     except Exception as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) else None  # of the upload of a file
-        explained = _explained(cause if isinstance(cause, Exception) else error, destination)
+        cause = cause if isinstance(cause, Exception) else error
+        if isinstance(cause, HTTPError) and "Timeout" in type(cause).__name__:
+            raise ConnectionError(
+                f"The Hub at {HfApi().endpoint} does not answer: it was given {PATIENCE} seconds for each request, and "
+                f"{time.monotonic() - begin:.0f} in all. A push is made whole or not at all, so try again later."
+            ) from error
+        explained = _explained(cause, destination)
         if explained is None:
             raise
         raise explained from error
@@ -327,7 +420,8 @@ def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[No
 
 def _explained(error: Exception, destination: Destination | None) -> Exception | None:
     if not isinstance(error, HfHubHTTPError):
-        if isinstance(error, (HTTPError, json.JSONDecodeError)):  # the first is any of the connection, of any library
+        # The first is any of the connection, of any library; the second is of hf_xet.
+        if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
             return ConnectionError(
                 f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is "
                 "made whole or not at all, so try again once the network is there."
