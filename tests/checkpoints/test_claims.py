@@ -165,6 +165,7 @@ def test_sizes_that_the_weights_do_not_have(quickly, ewa_vit, dense_vit, tmp_pat
     with Largest() as made, pytest.raises(ValueError, match=r"a\.pth|moe cannot be created|vit_tiny_ewa_moe"):
         load_source(source)
     assert made.elements < 2**21  # the optimizer's, 10^6
+    assert torch.is_grad_enabled()  # though the making was broken off
 
 
 def test_a_tensor_may_claim_more_than_it_holds(quickly, ewa_vit, tmp_path):
