@@ -343,7 +343,8 @@ def test_device_and_dtype_are_those_asked_for(name, images):
     model = timm.create_model(name, **options, pre_logits=True, device="meta", dtype=torch.bfloat16)
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
     model = timm.create_model(name, **options, dtype=torch.bfloat16).eval()
-    assert model(images.bfloat16()).dtype == torch.bfloat16
+    is_mean_of_members = name == "vmoe_pbe_b16"  # whose rounding would change predictions
+    assert model(images.bfloat16()).dtype == (torch.float32 if is_mean_of_members else torch.bfloat16)
 
 
 def test_pre_logits():

@@ -210,7 +210,7 @@ class Experts(StackedParameters):
         """
         if capacity is not None:
             return self._run_batched(x_ND, capacity)
-        if not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
+        if not end_E.is_meta and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
             end_E = end_E.cpu()  # a GPU's host waits here once, and in no product, forward or backward
         if self._grouped is None:
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))

@@ -69,7 +69,7 @@ def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inferen
 def _output(layer: MoeMlp, expert: int, x_TD: Tensor) -> Tensor:
     choice_T1 = torch.full((len(x_TD), 1), expert, device=x_TD.device)
     routing = routing_to(choice_T1, torch.ones_like(choice_T1, dtype=x_TD.dtype), layer.num_experts)
-    return MoeMlp.forward(layer, x_TD, routing=routing)
+    return MoeMlp.compute(layer, x_TD, routing)  # of EWA too, which in eval mode takes the mean
 
 
 def _cosines(x_ETD: Tensor) -> Tensor:
