@@ -55,7 +55,10 @@ class Stacked(StackedParameters):
     """
 
     def forward(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in names)  # torch's backward hooks know no lists
+        weights = tuple(getattr(self, name) for name in names)  # torch's backward hooks know no lists
+        # torch's FlopCounterMode asks what a module returns for its gradient, which inference mode does not have.
+        is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        return tuple(weight.detach() for weight in weights) if is_inference else weights
 
 
 class Experts(StackedParameters):
