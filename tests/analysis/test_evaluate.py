@@ -398,7 +398,7 @@ def test_models_that_mc_dropout_cannot_sample_are_refused(splits, name, options,
 
 
 def test_a_process_of_several_evaluates_by_itself(splits, model, monkeypatch):
-    """As in a training of several processes of which one evaluates; to wait for the others would be for ever."""
+    """Evaluate in one of several processes; to wait for the others would be for ever."""
     monkeypatch.setattr("torchmetrics.metric.jit_distributed_available", lambda: True)
     images = image_folder(splits, "val")
     result = evaluate([model, model], images, images, inference=HERE)

@@ -102,7 +102,7 @@ def test_a_batch_without_images_changes_nothing(name):
 
 @every_metric
 def test_in_a_module_of_a_narrow_type_sums_are_exact(name):
-    """As in Lightning with precision="bf16-true"."""
+    """Cast the module, as Lightning does with precision="bf16-true"."""
     module = nn.ModuleList([ALL[name]()]).to(torch.bfloat16)
     many = [data(name)] * 20
     close(value(module[0], *many), value(ALL[name](), data(name)))

@@ -1,4 +1,4 @@
-"""What a strange file claims: values without end, sizes that its weights do not have, files that are none."""
+"""Claims of a strange file: values without end, sizes that its weights do not have, files that are none."""
 
 import argparse
 import os

@@ -176,7 +176,7 @@ WORDS = [
 
 
 def harmless(text):
-    """Of each line outside of code: no HTML, no link, no character that does not print."""
+    """Check each line outside of code: no HTML, no link, no character that does not print."""
     body = text.split("---\n", 2)[2]
     prose = re.sub(r"```.*?```", "", body, flags=re.DOTALL)
     assert all(line.isprintable() for line in text.splitlines())

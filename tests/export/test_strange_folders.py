@@ -58,7 +58,7 @@ def nested(folder, home):
 
 
 def of_another_repository(folder, home):
-    """As if both lay in the Hub's cache."""
+    """Lay out both as in the Hub's cache."""
     other = folder.parent / "models--user--other/blobs"
     other.mkdir(parents=True)
     (other / "0123").write_text(SECRET)
@@ -177,7 +177,7 @@ def test_an_error_names_the_folder_that_was_given(stranger):
 
 @pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe])
 def test_the_table_beside_a_checkpoint(checkpoint, home, tmp_path, function):
-    """What is measured is published: it must lie where the checkpoint lies."""
+    """Measurements are published, so they must lie where the checkpoint lies."""
     content = {**torch.load(checkpoint, weights_only=False), "metric": 50.0}
     content["args"].eval_metric = "top1"
     torch.save(content, checkpoint)
@@ -195,7 +195,7 @@ def test_the_table_beside_a_checkpoint(checkpoint, home, tmp_path, function):
 
 
 def test_weights_that_are_not_finite(stranger, ewa_vit, monkeypatch):
-    """As every export refuses them."""
+    """Refuse them as every export does."""
     with torch.no_grad():
         ewa_vit.head.weight[0, 0] = float("inf")
     save_for_hf(ewa_vit, str(stranger), model_args=OPTIONS, safe_serialization=True)

@@ -339,7 +339,7 @@ def test_only_the_models_own_files_are_loaded(tmp_path):
 
 
 def test_the_schedule_ends_with_a_run_that_accumulates_gradients(tmp_path):
-    """Of 24 images in batches of 6, three to an update: two updates an epoch."""
+    """Take 24 images in batches of 6, three to an update: two updates an epoch."""
     model = native("ViT", share_rate=FULL, share_schedule="linear")
     run = trainer(model, tmp_path, max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=3, logging_steps=1)
     run.train()

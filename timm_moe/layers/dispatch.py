@@ -131,9 +131,11 @@ def assign(expert_GSK: Tensor, gate_GSK: Tensor, rank_GSK: Tensor, length_GE: Te
     groups, rows, _ = expert_GSK.shape
     num_experts = length_GE.shape[1]
     is_padded = has_equal_slots(expert_GSK.device)
-    num_slots, allowed = expert_GSK.numel(), groups * num_experts * capacity
-    if is_padded or not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
-        num_slots = allowed + 1 if is_padded else min(num_slots, allowed + 1)  # one for all that is dropped
+    num_slots, most = expert_GSK.numel(), groups * num_experts * capacity + 1  # with one for all that is dropped
+    if is_padded:
+        num_slots = most
+    elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        num_slots = min(num_slots, most)
     kept_EG = torch.full_like(length_GE.T, capacity) if is_padded else length_GE.T.clamp(max=capacity)
     start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
     slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + rank_GSK

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice
-from .functional import call, put_modules
+from .functional import call
 from .grouped import multiplies_by_offsets, sizes_of_runs
 from .grouped_network import grouped_form
 
@@ -213,8 +213,9 @@ class Experts(StackedParameters):
         """
         if capacity is not None:
             return self._run_batched(x_ND, capacity)
-        if not end_E.is_meta and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
-            end_E = end_E.cpu()  # a GPU's host waits here once, and in no product, forward or backward
+        is_on_host = end_E.is_cpu or end_E.is_meta
+        if not is_on_host and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
+            end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward
         if self._grouped is None:
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
             outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
@@ -254,7 +255,8 @@ class Experts(StackedParameters):
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A network of the original class and dropout rates, with these weights; trains the same as the experts."""
-        put_modules(self._ffn, self._shared_modules())
+        for path, module in self._shared_modules().items():
+            self._ffn.set_submodule(path, module)
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
             ffn.get_submodule(path).p = rate  # type: ignore[assignment]

@@ -21,15 +21,6 @@ def call(network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str
     return _with_others(network, tensors, modules)(x)
 
 
-def put_modules(network: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Replace submodules of a network, by their paths, where they are other objects."""
-    for path, module in modules.items():
-        parent_path, _, name = path.rpartition(".")
-        parent = network.get_submodule(parent_path)
-        if parent._modules[name] is not module:
-            parent._modules[name] = module
-
-
 def _with_others(
     network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], prefix: str = ""
 ) -> nn.Module:
