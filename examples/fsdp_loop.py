@@ -1,4 +1,4 @@
-"""Train experts sharded by FSDP2 (on CPUs: torch >= 2.7), on scikit-learn's digits:
+"""Train experts sharded by FSDP2, on scikit-learn's digits:
 
 torchrun --nproc-per-node 2 examples/fsdp_loop.py [EPOCHS]
 """

@@ -91,21 +91,6 @@ def write_images(folder, images_per_class, classes=("class0", "class1", "class2"
     return folder
 
 
-class Teacher(nn.Module):
-    """A teacher that timm 1.0.23 accepts; later versions accept any model."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.pretrained_cfg = model.pretrained_cfg
-
-    def forward(self, x, return_features=False):
-        return self.model(x)
-
-    def normalize_input(self, x, *args):
-        return x
-
-
 def cases(arrays, letter):
     """Yield the cases of a golden file as objects."""
     for index in range(int(arrays["n_cases"])):

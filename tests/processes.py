@@ -70,6 +70,8 @@ for line in sys.stdin:
 #: The Hub's cache of these processes, which have no network. A test may put what is "downloaded" there.
 HUB_CACHE = Path(tempfile.mkdtemp(prefix="hub-cache-"))
 atexit.register(shutil.rmtree, HUB_CACHE, ignore_errors=True)
+#: Seconds in which an interrupted command may end its own processes.
+GRACE = 10
 #: Imported by the process for most tests: timm, and what else train.py and validate.py need, which takes a second.
 SCRIPTS_NEED = ("timm", "functorch.compile", "sklearn.metrics")
 
@@ -88,16 +90,23 @@ def _zygote(modules, autoload, settings):
 
 
 def run_new(command, **options):
-    """Run a command and capture its output; if the test is interrupted, kill all processes that it started."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
-    )
-    try:
-        output, errors = process.communicate()
-    except BaseException:
-        _kill(process)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    """Run a command and capture its output; if the test is interrupted, end all processes that it started.
+
+    The output goes to files: children that outlive the command would hold pipes open, and the test would wait for them.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True, **options)
+        try:
+            process.wait()
+        except BaseException:
+            process.terminate()  # torchrun then ends its processes, each of which leads a group of its own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            _kill(process)
+            raise
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, output.read(), errors.read())
 
 
 def _kill(leader):

@@ -123,14 +123,6 @@ def fixed_img_size(model: nn.Module) -> tuple[int, int] | None:
 
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
     """Return (channels, height, width) of the images that a timm model takes, regardless of its pretrained config."""
-    cfg = get_pretrained_cfg(model)
-    channels, *size = cfg["input_size"]
-    if hasattr(timm.models, "get_model_input_config"):  # older versions of timm do not track it
-        current = timm.models.get_model_input_config(model)
-        channels, *current_size = current["input_size"]
-        return (channels, *(current_size if current["fixed_input_size"] else size))
-    first_conv = cfg.get("first_conv")
-    # shifted patches have no first convolution
-    first = model.get_submodule(first_conv) if isinstance(first_conv, str) else getattr(model, "patch_embed", None)
-    channels = getattr(model, "in_chans", getattr(first, "in_channels", channels))
-    return (channels, *(fixed_img_size(model) or size))
+    current = timm.models.get_model_input_config(model)
+    channels, *current_size = current["input_size"]
+    return (channels, *(current_size if current["fixed_input_size"] else get_pretrained_cfg(model)["input_size"][1:]))

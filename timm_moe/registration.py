@@ -7,10 +7,10 @@ timm, has begun to import the package.
 import timm
 
 try:
-    import timm.task
-except ModuleNotFoundError as error:
+    from timm.models import get_model_args  # noqa: F401  (the newest of timm's functions that are used)
+except ImportError as error:
     raise ImportError(
-        f"timm_moe needs timm 1.0.23 or newer, this is timm {timm.__version__}: pip install -U timm."
+        f"timm_moe needs timm 1.0.31 or newer, this is timm {timm.__version__}: pip install -U timm."
     ) from error
 
 from .integrations import timm as timm_hooks

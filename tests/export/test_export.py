@@ -237,8 +237,7 @@ def test_names_that_do_not_fit(ewa_vit, tmp_path, monkeypatch, source, target, e
 
 
 def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
-    # older versions of timm do not note down how a model was created
-    export = timm_moe.export_dense(dense_vit, tmp_path / "vit", model_args=SMALL_VIT)
+    export = timm_moe.export_dense(dense_vit, tmp_path / "vit")
     assert export.exact
     loaded = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images), dense_vit(images), rtol=0, atol=0)

@@ -112,14 +112,12 @@ def _write(kind, folder):
     if kind == "grey":
         cfg |= {"mean": (0.4,), "std": (0.2,)}
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), **cfg})
-    # older versions of timm do not note down how a model was created
-    told = {} if hasattr(timm.models, "get_model_args") else {"model_args": VIT if kind == "deit" else None}
     names = NAMES if kind in NAMED else None
     if kind in EXPERTS:
         args = {name: value for name, value in EXPERTS[kind][1].items() if name != "num_classes"}
         export_moe(model, folder, args, label_names=names)
     else:
-        timm_moe.export_dense(model, folder, **told, label_names=names)
+        timm_moe.export_dense(model, folder, label_names=names)
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,6 @@ def test_autocast_and_dtypes_as_a_linear_layer():
             grouped_linear(x, wrong, bias, end)
 
 
-@pytest.mark.skipif(grouped._grouped_mm is None, reason="this torch has no grouped_mm")
 @pytest.mark.parametrize(("sizes", "after"), [([4, 0, 9], 3), ([0, 8], 0), ([5], 0)])
 def test_what_a_gpu_would_run(sizes, after):
     """torch.nn.functional.grouped_mm is slow here, but here."""
@@ -394,7 +393,6 @@ def test_a_training_step_as_one_graph_for_any_batch(name):
         equal(step(model, compiled, images), step(model, model, images), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot solve a capacity for a batch")
 @pytest.mark.parametrize("name", families())
 def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
     model = family(name).eval()

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import timm
-import timm.task
 import torch
-from common import DATA, SMALL_VIT, TINY, Teacher, cases, dense_combine
+from common import DATA, SMALL_VIT, TINY, cases, dense_combine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from timm.layers import Mlp
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.task import ClassificationTask, LogitDistillationTask
+from timm.task import ClassificationTask, LogitDistillationTask, MultiLabelClassificationTask
 from torch import nn
 
 import timm_moe
@@ -282,18 +281,16 @@ def test_a_task_trains_on_the_mean_loss_of_the_members(images, criterion, target
 
 def test_an_ensemble_is_no_student(dense_vit, images):
     with pytest.raises(ValueError, match="LogitDistillationTask cannot train an ensemble such as EnsembleVision"):
-        LogitDistillationTask(ensemble(), Teacher(dense_vit), nn.CrossEntropyLoss(), verbose=False)
-    teacher, student = Teacher(ensemble().eval()), dense_vit.train()
+        LogitDistillationTask(ensemble(), dense_vit, nn.CrossEntropyLoss(), verbose=False)
+    teacher, student = ensemble().eval(), dense_vit.train()
     task = LogitDistillationTask(student, teacher, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
     task(images, torch.tensor([0, 1, 2, 3, 4, 0]))["loss"].backward()
     assert dense_vit.head.weight.grad is not None
 
 
 def test_an_ensemble_has_one_class_for_each_image(images):
-    task_class = getattr(timm.task, "MultiLabelClassificationTask", None)
-    if task_class is not None:  # since timm 1.0.26
-        with pytest.raises(ValueError, match="MultiLabelClassificationTask cannot train an ensemble"):
-            task_class(ensemble(), verbose=False)
+    with pytest.raises(ValueError, match="MultiLabelClassificationTask cannot train an ensemble"):
+        MultiLabelClassificationTask(ensemble(), verbose=False)
 
 
 def test_an_ensemble_as_backbone_of_another_model(images):

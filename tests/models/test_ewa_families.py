@@ -28,16 +28,12 @@ TINY_SWIN = dict(SMALL["swin_tiny_patch4_window7_224"], num_classes=5)
 
 @pytest.mark.parametrize("architecture", OF_EACH_FAMILY)
 def test_a_small_one_of_each_family(architecture):
-    if not timm.is_model(architecture):
-        pytest.skip(f"timm {timm.__version__} has no {architecture}")
     check(architecture, SMALL[architecture])
 
 
 @pytest.mark.parametrize("architecture", OF_EACH_FAMILY)
 def test_experts_that_differ_become_their_mean(architecture, tmp_path):
     """Wherever the network stands: CoaT's blocks have it in three places."""
-    if not timm.is_model(architecture):
-        pytest.skip(f"timm {timm.__version__} has no {architecture}")
     model = timm.create_model(f"{architecture}_ewa_moe", **SMALL[architecture])
     assert all(spread(layer) > 0 for layer in timm_moe.moe_layers(model).values())
     assert timm_moe.export_dense(model, tmp_path / "dense", model_args=SMALL[architecture]).exact
@@ -66,11 +62,9 @@ def test_windows_that_were_changed_later_are_not_lost(tmp_path):
 
 
 def test_every_family_has_a_small_one_here():
-    families = {model_entrypoint(name).__module__ for name in SMALL if timm.is_model(name)}
+    families = {model_entrypoint(name).__module__ for name in SMALL}
     with_models = {f"timm.models.{name}" for name, module in ewa._families.items() if module.__all__}
-    if all(timm.is_model(name) for name in SMALL):  # older versions of timm have fewer
-        assert families == with_models
-    assert families <= with_models
+    assert families == with_models
 
 
 def test_every_pretrained_tag_of_timm_is_there_with_its_repository():
@@ -118,7 +112,7 @@ def test_options_and_features():
 def test_a_model_is_pickled_and_saved_as_it_is(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN).eval()
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
-    export_moe(model, tmp_path / "moe", TINY_SWIN)  # older versions of timm do not record them
+    export_moe(model, tmp_path / "moe")
     images = torch.randn(2, 3, 64, 64)
     torch.save((images, model(images).detach()), tmp_path / "outputs.pt")
     code = f"""

@@ -315,13 +315,10 @@ EXPORTED = [
     ("vimoe_s14_shared", {}, False),
     ("widenet_b", {"routing_groups": 2}, False),
     ("vmoe_pbe_s32", {"num_experts": 4, "eval_capacity_factor": "none"}, False),
+    ("vit_tiny_moe", {"top_k": 2, "eval_capacity_factor": 1.1, "batch_priority": True}, False),
+    ("vit_tiny_ewa_moe", {}, True),
+    ("vmoe_pbe_s32", {"num_experts": 4}, True),
 ]
-if hasattr(torch.compiler, "is_exporting"):  # torch 2.6 can neither solve a capacity for the batch size, nor be strict
-    EXPORTED += [
-        ("vit_tiny_moe", {"top_k": 2, "eval_capacity_factor": 1.1, "batch_priority": True}, False),
-        ("vit_tiny_ewa_moe", {}, True),
-        ("vmoe_pbe_s32", {"num_experts": 4}, True),
-    ]
 
 
 @pytest.mark.ci  # tests/layers/test_grouped.py exports a routed model

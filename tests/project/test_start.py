@@ -3,12 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from common import ROOT
+from processes import run_new
 
 pytestmark = [pytest.mark.ci]
 
@@ -33,7 +33,7 @@ def test_the_ten_minutes(tmp_path):
             (tmp_path / file).write_text(block)
             continue
         command = block.replace("--epochs 20 --warmup-epochs 2", "--epochs 3 --warmup-epochs 1")
-        done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = run_new(["bash", "-ec", command], cwd=tmp_path, env=env)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         said += done.stdout + done.stderr
     assert "EWA: averaging the 4 experts of 2 layers" in said

@@ -149,7 +149,7 @@ def routed_worker(rank, folder, name, compiled):
             nn.init.normal_(parameter, std=0.3)
     reference = copy.deepcopy(model)
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
-    if compiled and hasattr(task, "get_trainable_module"):
+    if compiled:
         task.compile(backend="aot_eager")
     task.prepare_distributed(device_ids=None)
     part = slice(2 * rank, 2 * rank + 2)

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, Teacher
+from common import SMALL_VIT
 from timm.task import LogitDistillationTask
 from torch import nn
 
@@ -29,7 +29,7 @@ def test_timms_loss_is_the_golden_files(golden, temperature):
     case = golden("ones_kd")
     weights = dict(task_loss_weight=0.25, distill_loss_weight=0.75)  # alpha is that of the task
     task = LogitDistillationTask(
-        Fixed(case["student"]), Teacher(Fixed(case["teacher"])), nn.CrossEntropyLoss(), **weights,
+        Fixed(case["student"]), Fixed(case["teacher"]), nn.CrossEntropyLoss(), **weights,
         temperature=temperature, device=torch.device("cpu"), verbose=False,
     )  # fmt: skip
     result = task(torch.zeros(5, 3, 2, 2), case["labels"].long())
@@ -46,7 +46,7 @@ def test_a_student_learns_from_its_widenet(images, method):
     student = timm.create_model("ones_b", **size)
     student.load_state_dict(timm_moe.to_dense(teacher, method).state_dict())
     task = LogitDistillationTask(
-        student, Teacher(teacher.eval()), nn.CrossEntropyLoss(), task_loss_weight=0.25, distill_loss_weight=0.75,
+        student, teacher.eval(), nn.CrossEntropyLoss(), task_loss_weight=0.25, distill_loss_weight=0.75,
         temperature=1.0, device=torch.device("cpu"), verbose=False,
     )  # fmt: skip
     student.train()

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ import timm.optim
 import timm.scheduler
 import torch
 from common import ROOT, SMALL_VIT
-from processes import run_ranks
+from processes import run_new, run_ranks
 from timm.layers import Mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -37,9 +36,6 @@ from timm_moe import (
 from timm_moe.layers import EwaMlp
 from timm_moe.training.averaging import average_
 
-needs_fsdp_on_cpus = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch (2.6) needs a GPU"
-)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3
 
@@ -64,7 +60,6 @@ def shard_a_part(rank, folder, by_fsdp2):
         layer(torch.randn(2, 8))
 
 
-@needs_fsdp_on_cpus
 @pytest.mark.ci
 @pytest.mark.parametrize("by_fsdp2", [True, False])
 def test_a_part_of_the_experts_is_not_sharded_by_itself(tmp_path, by_fsdp2):
@@ -162,7 +157,6 @@ def training_worker(rank, folder, name):
     torch.distributed.destroy_process_group()
 
 
-@needs_fsdp_on_cpus
 @pytest.mark.parametrize(
     "name", ["random partitions", *(pytest.param(name, marks=pytest.mark.ci) for name in ("top-k", "fused"))]
 )
@@ -281,13 +275,12 @@ def test_experts_are_cut_along_their_largest_other_dimension(ewa_vit):
     assert place(nn.Parameter(torch.zeros(4, 128, 32))) is None
 
 
-@needs_fsdp_on_cpus
 @pytest.mark.ci
 def test_the_example(tmp_path):
     example = ROOT / "examples" / "fsdp_loop.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*torchrun, example, "3"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run_new([*torchrun, example, "3"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert accuracies[2] > max(20, accuracies[0])

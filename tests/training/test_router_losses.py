@@ -6,7 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, Teacher
+from common import SMALL_VIT
 from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, routed_model
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
@@ -66,7 +66,7 @@ def test_distillation():
     expected.backward()
     task = LogitDistillationTask(
         trained,
-        Teacher(teacher),
+        teacher,
         nn.CrossEntropyLoss(),
         task_loss_weight=0.3,
         temperature=2.0,
@@ -83,7 +83,7 @@ def test_a_routed_teacher_adds_nothing():
     images, targets = batch()
     teacher, student = routed_model().eval(), timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     task = LogitDistillationTask(
-        student, Teacher(teacher), criterion=nn.CrossEntropyLoss(), task_loss_weight=0.3, device=CPU, verbose=False
+        student, teacher, criterion=nn.CrossEntropyLoss(), task_loss_weight=0.3, device=CPU, verbose=False
     )
     assert "auxiliary_loss" not in task(images, targets)
 
@@ -162,10 +162,7 @@ def test_compiled_task_components():
     outputs, router_loss = losses_by_hand(by_hand, images)
     (F.cross_entropy(outputs, targets) + router_loss).backward()
     task = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)
-    if hasattr(task, "get_trainable_module"):
-        task.compile(backend="aot_eager")
-    else:  # timm 1.0.23 compiles the task itself
-        task = torch.compile(task, backend="aot_eager")
+    task.compile(backend="aot_eager")
     task(images, targets)["loss"].backward()
     assert_same(gradients(trained), gradients(by_hand), tolerance=1e-4)
 

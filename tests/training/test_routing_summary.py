@@ -9,7 +9,7 @@ import timm.scheduler
 import torch
 from routed_loop import CPU, batch, routed_model
 from timm.optim import create_optimizer_v2
-from timm.task import ClassificationTask, TrainingTask
+from timm.task import ClassificationTask
 from torch import nn
 from torch.nn import functional as F
 
@@ -50,7 +50,6 @@ def test_summary_of_a_loop():
     assert timm_moe.routing_summary(model) != summaries
 
 
-@pytest.mark.skipif(not hasattr(TrainingTask, "setup_ema"), reason="this version of timm has its EMA elsewhere")
 def test_summary_of_a_task_leaves_out_its_ema():
     task = ClassificationTask(routed_model(), nn.CrossEntropyLoss(), device=CPU)
     task.setup_ema()

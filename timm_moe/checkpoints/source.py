@@ -300,10 +300,7 @@ def _file(name: str, file: str = "") -> Path:
 
 def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
     given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
-    model = timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
-    if not hasattr(model, "_model_args"):  # older versions of timm (1.0.26) do not set them
-        model._model_args = given  # type: ignore[assignment]
-    return model
+    return timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
 
 
 def _not_created(name: str, error: Exception) -> ValueError:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
+from timm.models.gemma4_vit import Gemma4GatedMlp
 from timm.models.tiny_vit import NormMlp
 from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
@@ -16,12 +17,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..layers import Experts, MoeMlp
 from .split import ResidualFfn, SplitFfn
 
-#: timm's feed-forward networks, which are known to treat rows independently; older versions of timm have fewer.
-FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp)
-with contextlib.suppress(ImportError):
-    from timm.models.gemma4_vit import Gemma4GatedMlp
-
-    FFN_CLASSES += (Gemma4GatedMlp,)
+#: timm's feed-forward networks, which are known to treat rows independently.
+FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp, Gemma4GatedMlp)
 
 #: Beginnings of the names of classes that treat rows independently in both modes.
 _KNOWN = (

@@ -6,7 +6,6 @@ something in the model cannot be written, or if a tensor that was read differs f
 
 import copy
 import json
-import pickle
 import shutil
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 import timm
 import torch
 from safetensors.torch import load_file, save_file
-from timm.models import save_for_hf
+from timm.models import get_model_args, save_for_hf
 from torch import Tensor, nn
 
 from ..checkpoints.quick_init import quick_init
@@ -38,11 +37,7 @@ class TimmFormat:
     library = "timm"
 
     def write(self, model: nn.Module, folder: Path) -> None:
-        if hasattr(timm.models, "get_model_args"):  # it knows later changes, too
-            args = timm.models.get_model_args(model)
-        else:  # older versions of timm; this package records them
-            args = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
-        args.update(self.model_args)
+        args = {**get_model_args(model), **self.model_args}
         handle = model.register_state_dict_post_hook(_separate)
         try:
             save_for_hf(model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
@@ -163,11 +158,6 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
     try:
         with quick_init():
             model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except pickle.UnpicklingError as error:  # timm below 1.0.26 reads every file by torch.load
-        raise RuntimeError(
-            f"timm {timm.__version__} cannot read safetensors from a folder under torch {torch.__version__}; "
-            "timm 1.0.26 and later can."
-        ) from error
     except Exception as error:
         raise ValueError(
             f"{loader} cannot load the exported weights; state missing arguments in model_args: {first_problem(error)}"

@@ -23,12 +23,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import timm.task
-import torch
+import timm
 from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.task import ClassificationTask, TrainingTask
+from timm.task import (
+    ClassificationTask,
+    FeatureDistillationTask,
+    LogitDistillationTask,
+    TokenDistillationTask,
+    TrainingTask,
+)
 from timm.utils import adaptive_clip_grad, update_summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -210,7 +215,6 @@ def _with_router_losses(call: Any) -> Any:
     """Let every training task add the router losses to its loss, however its forward ends."""
 
     @functools.wraps(call)
-    @torch.compiler.disable(recursive=False)  # timm 1.0.23 compiles the whole task; this is not for the graph
     def call_and_add(self: TrainingTask, *args: Any, **kwargs: Any) -> Any:
         with router_losses.gathering(self):
             result = call(self, *args, **kwargs)
@@ -319,10 +323,9 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
         yield scheduler_class, "step_update", functools.partial(_at_scheduler_step, position="num_updates")
     yield TrainingTask, "__call__", _with_router_losses
-    distillations = ("LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask")
-    for task in ("ClassificationTask", *distillations):
-        if hasattr(timm.task, task):  # older versions have fewer
-            yield getattr(timm.task, task), "__init__", _with_member_loss
+    distillations = (LogitDistillationTask, FeatureDistillationTask, TokenDistillationTask)
+    for task in (ClassificationTask, *distillations):
+        yield task, "__init__", _with_member_loss
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:

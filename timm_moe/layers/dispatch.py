@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .functional import in_plain_operators, is_exporting
+from .functional import in_plain_operators
 
 ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
 
@@ -123,7 +123,7 @@ def has_equal_slots(device: torch.device) -> bool:
     The experts then compute batched products, and the host waits for no count. A CPU has nothing to wait for: there an
     expert computes its own rows alone. So does an exported program, since a capacity would limit its batch sizes.
     """
-    return device.type != "cpu" and not is_exporting()
+    return device.type != "cpu" and not torch.compiler.is_exporting()
 
 
 def assign(expert_GSK: Tensor, gate_GSK: Tensor, rank_GSK: Tensor, length_GE: Tensor, capacity: int) -> Routing:

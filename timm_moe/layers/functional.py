@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-#: torch 2.6 has no such function.
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-
 
 def call(network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:
     """Run ``network`` with these parameters, buffers and submodules instead of its own.

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
 
-#: Newer versions of torch have it.
-_grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
-
 
 def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
     """``x @ weight[e].T + bias[e]`` for each run of rows, (N, H); zero for rows after the last run.
@@ -160,7 +157,7 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     the number of rows, as in torch's own tests.
     """
     dtype = _autocast_dtype(x_ND) or x_ND.dtype
-    if _grouped_mm is None or not x_ND.is_cuda or torch.version.cuda is None or not torch.cuda.is_available():
+    if not x_ND.is_cuda or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     has_float16 = tuple(map(int, torch.version.cuda.split(".")[:2])) >= (13, 3)
     has_kernel = dtype == torch.bfloat16 or (dtype == torch.float16 and has_float16)
@@ -188,7 +185,7 @@ def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
     if x_ND.shape[1] == 0:  # a bias alone
         y_NH = x_ND.new_zeros(x_ND.shape[0], weight_EHD.shape[1])
     else:
-        y_NH = _grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E.int())
+        y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E.int())
     expert_N = _expert_of_row(end_E, x_ND.shape[0])
     if bias_EH is not None:
         y_NH = y_NH + bias_EH.index_select(0, expert_N.clamp(max=end_E.shape[0] - 1))
@@ -200,7 +197,7 @@ def _outer_on_gpu(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> 
     if x_ND.shape[1] == 0:
         product_EHD = y_NH.new_empty(end_E.shape[0], y_NH.shape[1], 0)
     else:
-        product_EHD = _grouped_mm(y_NH.t(), x_ND, offs=end_E.int())
+        product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E.int())
         idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
         product_EHD = product_EHD.masked_fill_(idle_E.view(-1, 1, 1), 0)
     if not with_sum:

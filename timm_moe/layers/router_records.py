@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
-from .functional import is_exporting
 from .router import Router
 
 #: Never entered: only asked whether backward is running.
@@ -142,7 +141,7 @@ class RecordingRouter(Router):
             return False
         if torch.jit.is_tracing():
             raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
-        if is_exporting():
+        if torch.compiler.is_exporting():
             raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
         if getattr(self, "_is_replica", False):
             raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
