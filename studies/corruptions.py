@@ -79,7 +79,7 @@ class CorruptedReader:
 
     def __init__(self, reader: Any, corruption: Corruption):
         self._reader, self._corruption = reader, corruption
-        self.root, self.class_to_idx, self.filename = reader.root, reader.class_to_idx, reader.filename
+        self.root, self.class_to_idx = reader.root, reader.class_to_idx
 
     @property
     def samples(self) -> "CorruptedReader":

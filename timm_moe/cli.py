@@ -21,7 +21,7 @@ from .analysis.images import read_class_map
 from .analysis.routes import check_output, write_routes
 from .analysis.routes import table as routes_table
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
-from .analysis.segmentation import MaskedImages, pair_files
+from .analysis.segmentation import MaskedImages
 from .checkpoints.source import ModelSpec, describe, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .checkpoints.vmoe import import_checkpoint
@@ -206,7 +206,6 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has no place."
             )
     classes = read_class_map(args.class_map) if args.class_map else None
-    pair_files(args.data_dir, args.segmentation)  # before the model is read, which may take long
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
     config, mode = preprocessing(model), image_mode(model)

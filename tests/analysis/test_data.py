@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from common import ROOT, SMALL_VIT, make_model, write_images
-from PIL import Image
 from timm.data import ImageDataset, create_transform
 from timm.models import save_for_hf
 
@@ -174,7 +173,7 @@ class TestClassMap:
         ("content", "message"),
         [
             ([*CLASSES[:3], "", *CLASSES[3:]], r"Line 4 of the class map .* is empty"),
-            (b"\n \n", "names no class"),
+            (b"\n \n", "Line 1 of the class map .* is empty"),
             ("\n".join(CLASSES).encode("utf-16"), "is no text"),
         ],
     )
@@ -256,8 +255,6 @@ def special(file, kind):
 def test_what_is_no_regular_file_is_refused(folder, model, kind):
     images = image_folder(folder)
     special(folder / "val/class3/1.png", kind)
-    with pytest.raises(ValueError, match=r"class3/1\.png is no image but a pipe, a device or a broken link"):
-        image_folder(folder)
     with pytest.raises(ValueError, match=r"^The image .*class3/1\.png cannot be read: it is no regular file\.$"):
         evaluate([model], images, inference=HERE)
 
@@ -291,24 +288,6 @@ def test_no_image_starts_a_program(folder, model, ghostscript, road):
     assert not ghostscript.exists()
 
 
-@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1)])
-@pytest.mark.parametrize("crop_mode", ["center", "border", "squash"])
-def test_thin_images_take_no_memory(folder, model, size, crop_mode):
-    Image.new("RGB", size).save(folder / "val/class3/1.png")
-    model.pretrained_cfg |= dict(crop_mode=crop_mode, input_size=(3, 224, 224), fixed_input_size=False)
-    images = image_folder(folder)
-    inputs = make_model("vit_tiny_patch16_224", img_size=224)
-    inputs.pretrained_cfg |= dict(crop_mode=crop_mode)
-    if crop_mode == "squash":
-        assert evaluate([inputs], images, inference=HERE)["images"] == 10
-        return
-    sides = f"{size[0]} x {size[1]}"
-    with pytest.raises(
-        ValueError, match=rf"^The image .*class3/1\.png of {sides} pixels is (too thin|not transformed)"
-    ):
-        evaluate([inputs], images, inference=HERE)
-
-
 class TestModes:
     @pytest.mark.parametrize(("mode", "channels"), [("HSV", 3), ("YCbCr", 3), ("RGBA", 4), ("CMYK", 4), ("LA", 2)])
     def test_images_have_the_mode_of_the_training(self, folder, tmp_path, mode, channels):
@@ -323,18 +302,12 @@ class TestModes:
             expected = torch.nn.functional.cross_entropy(model(torch.stack(x)), torch.tensor(labels)).item()
         assert evaluate([checkpoint], images, inference=HERE)["nll"] == pytest.approx(expected, rel=1e-5)
 
-    @pytest.mark.parametrize(
-        ("channels", "mode", "message"),
-        [
-            (4, None, "takes images of 4 channels, whose mode only a checkpoint of train.py states"),
-            (3, "CMYK", "should have 3 channels, but its checkpoint states the mode 'CMYK'"),
-            (3, "\x1b[31m", r"but its checkpoint states the mode '\\x1b\[31m'"),
-        ],
-    )
-    def test_modes_that_do_not_fit_are_refused(self, folder, tmp_path, channels, mode, message):
+    @pytest.mark.parametrize(("channels", "mode"), [(4, None), (3, "CMYK"), (3, "L"), (1, "RGB"), (3, "a mode")])
+    def test_a_mode_of_other_channels_is_an_error(self, folder, tmp_path, channels, mode):
+        """Raised by torch or Pillow: no images are taken for others."""
         model = make_model("vit_tiny_patch16_224", in_chans=channels)
         checkpoint = save_as_train_py(model, tmp_path / "a.pth.tar", input_img_mode=mode)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, RuntimeError)):
             evaluate([checkpoint], image_folder(folder), inference=HERE)
 
     def test_a_class_map_of_the_training_is_told(self, folder, model, tmp_path, caplog):

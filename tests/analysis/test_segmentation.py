@@ -158,7 +158,7 @@ def test_without_names_classes_are_their_numbers(masked):
             "masks/a.png differ by their ending alone, so no mask is theirs for certain.",
         ),
         ("classes.txt", b"sky\nroad\nsky", "classes.txt names a class twice."),
-        ("classes.txt", b"\n", "classes.txt names no class."),
+        ("classes.txt", b"\n", "Line 1 of the class map"),
         ("classes.txt", b"\xff", "classes.txt is no text: "),
     ],
 )
@@ -182,7 +182,7 @@ def test_bad_data(masked, capsys, workers, file, pixels, message):
         (["--split", "test"], "so --split has no place."),
         (["--crop-pct", "0.9"], "so --crop-pct has no place."),
         (["--crop-mode", "center"], "so --crop-mode has no place."),
-        (["--segmentation", "nowhere"], "There is no folder nowhere."),
+        (["--segmentation", "nowhere"], "nowhere has no image: their names end in .png, "),
         (["--data-dir", "."], "has no image: their names end in .png, "),
     ],
 )
@@ -219,8 +219,6 @@ def test_a_pipe_is_no_mask(masked):
     file = masked / "masks/b.png"
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(ValueError, match=r"masks/b\.png is no image but a pipe, a device or a broken link"):
-        pair_files(masked / "images", masked / "masks")
     with pytest.raises(ValueError, match=r"masks/b\.png cannot be read: it is no regular file\."):
         list(images)
 

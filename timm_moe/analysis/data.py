@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
 from ..model_config import get_pretrained_cfg, preprocessing
-from .images import FolderImages, UnreadableImage, image_folder
+from .images import FolderImages, FolderReader, UnreadableImage, image_folder
 
 __all__ = ["Inference", "batches", "class_names", "describe_source", "image_folder", "image_mode", "load_classifiers"]
 
@@ -21,8 +21,6 @@ _logger = logging.getLogger(__name__)
 
 Source = nn.Module | str | Path
 
-#: Modes of images that timm's loaders take, and their channels.
-_CHANNELS = {"L": 1, "LA": 2, **dict.fromkeys(("RGB", "HSV", "LAB", "YCbCr"), 3), **dict.fromkeys(("RGBA", "CMYK"), 4)}
 #: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
 
@@ -62,21 +60,17 @@ def load_classifiers(
     one. A warning says if it names other classes, or if a model was trained with a class map and there is none here.
 
     Raises:
-        ValueError: if models and images have different numbers of classes, or different numbers for the same class; and
-            as ``load_source``.
+        ValueError: if a model and the images have different numbers of classes, or different numbers for the same
+            class; and as ``load_source``.
     """
-    models: list[Any] = []
+    models = []
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         models.append(load_source(source, spec, use_ema))
     numbered_by = "its class map" if getattr(images.reader, "numbers_stated", True) else ""
     for source, model in zip(sources, models, strict=True):
-        name, own, first = describe_source(source), model.num_classes, models[0].num_classes
-        if own != first:
-            others = f"{describe_source(sources[0])} has {first}: the members of an ensemble need the same."
-            raise ValueError(f"{name} has {own} classes, but {others}")
-        numbered_by = _compare_classes(model, name, images, numbered_by)
+        numbered_by = _compare_classes(model, describe_source(source), images, numbered_by)
     return [model.to((inference or Inference()).torch_device()).eval() for model in models]
 
 
@@ -86,37 +80,36 @@ def _compare_classes(model: Any, name: str, images: ImageDataset, numbered_by: s
     Returns:
         What numbers the classes; "" for the order of the folders.
     """
-    root, found, own = Path(images.reader.root), class_names(images), model.num_classes
+    root, found = Path(images.reader.root), class_names(images)
     stated = get_pretrained_cfg(model).get("label_names") or found
     by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
-    if own != len(found):
+    known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(model.num_classes)]
+    if len(known) != len(found):
         others = [repr(label) for label in found if label not in by_number.values()]
         without = f", without {', '.join(others[:3])}" if others else ""
-        raise ValueError(f"{root} has {len(found)} classes, but {name} has {own}{without}.")
+        raise ValueError(f"{root} has {len(found)} classes, but {name} has {len(known)}{without}.")
     if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not numbered_by:
         _logger.warning(
             f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not mean "
             "the same."
         )
-    known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(own)]
     if known != found and set(known) == set(found) and not numbered_by:
         _logger.info("%s: classes are numbered as in %s.", root, name)
         images.reader.renumber(known)
         return name
-    pairs = [*enumerate(zip(found, known, strict=True))]
-    for number, (label, own_label) in pairs:
-        if label in known and label != own_label:
+    # transformers calls a class without a name LABEL_ and its number
+    other = [number for number, label in enumerate(found) if known[number] not in (label, f"LABEL_{number}")]
+    for number in other:
+        if found[number] in known:
             raise ValueError(
-                f"{root} has {label!r} as class {number} (by {numbered_by or 'the order of its folders'}), but {name} "
-                f"as class {known.index(label)}: state the model's order with --class-map (class_map=)."
+                f"{root} has {found[number]!r} as class {number} (by {numbered_by or 'the order of its folders'}), but "
+                f"{name} as class {known.index(found[number])}: state the model's order with --class-map (class_map=)."
             )
-    for number, (label, own_label) in pairs:
-        if own_label not in (label, f"LABEL_{number}"):  # as transformers calls a class without a name
-            _logger.warning(
-                f"{root} has other classes than {name}, whose class {number} is {own_label} and not {label}: the "
-                "labels do not mean the same."
-            )
-            break
+    if other:
+        _logger.warning(
+            f"{root} has other classes than {name}, whose class {other[0]} is {known[other[0]]} and not "
+            f"{found[other[0]]}: the labels do not mean the same."
+        )
     return numbered_by
 
 
@@ -134,10 +127,12 @@ def batches(
     """
     configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
-    wanted = range(len(images)) if indices is None else indices
+    reader = images.reader
+    if indices is not None:
+        reader = FolderReader(reader.root, [reader.samples[index] for index in indices], class_names(images), True)
     loaders: list[Any] = [
         create_loader(
-            FolderImages(images.reader, wanted, mode, _shorter_side(config)),
+            FolderImages(reader.root, reader=reader, input_img_mode=mode),
             **config,
             batch_size=inference.batch_size,
             num_workers=inference.workers,
@@ -146,34 +141,14 @@ def batches(
         )
         for config, mode in distinct
     ]
-    for parts in reading(zip(*loaders, strict=True), Path(images.reader.root), len(wanted), inference):
+    for parts in reading(zip(*loaders, strict=True), Path(reader.root), len(reader), inference):
         yield [parts[distinct.index(config)][0] for config in configs], parts[0][1]
 
 
 def image_mode(model: nn.Module) -> str:
-    """Return the mode of Pillow that a model's images have: that of its training, or RGB, or of one channel L.
-
-    Raises:
-        ValueError: if it does not have the model's number of channels, or is not known.
-    """
-    channels = preprocessing(model)["input_size"][0]
-    mode = getattr(model, "args_of_images", {}).get("input_img_mode") or {1: "L", 3: "RGB"}.get(channels)
-    if mode is None:
-        raise ValueError(
-            f"This {type(model).__name__} takes images of {channels} channels, whose mode only a checkpoint of "
-            "train.py states (--input-img-mode)."
-        )
-    if _CHANNELS.get(mode) != channels:
-        raise ValueError(
-            f"The images of this {type(model).__name__} should have {channels} channels, but its checkpoint states the "
-            f"mode {mode!r}."
-        )
-    return mode
-
-
-def _shorter_side(config: Mapping[str, Any]) -> float:
-    """Length to which an image's shorter side is resized; 0 if its longer side is, or both."""
-    return max(config["input_size"][1:]) / config["crop_pct"] if config["crop_mode"] == "center" else 0
+    """Return the mode of Pillow that a model's images have: that of its training, or as in timm's validate.py."""
+    stated = getattr(model, "args_of_images", {}).get("input_img_mode")
+    return stated or ("RGB" if preprocessing(model)["input_size"][0] == 3 else "L")
 
 
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:

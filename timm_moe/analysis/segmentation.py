@@ -22,35 +22,31 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 
 
 def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]:
-    """Pair each image with its mask: files of two folders with the same path there, except for the ending.
+    """Pair each image with its mask, and log what is left out: files of two folders, equal but for their ending.
 
     Raises:
         FileNotFoundError: if a folder is not there or has no image.
         ValueError: if an image has no mask, a mask no image, or two files of a folder the same name.
     """
-    return _paired(Path(images), Path(masks))[0]
-
-
-def _paired(images: Path, masks: Path) -> tuple[list[tuple[Path, Path]], dict[str, list[str]]]:
-    """Pair the files, and tell what is left out of both folders by the reason."""
     left_out: dict[str, list[str]] = {}
-    files = {"image": _files(images, left_out), "mask": _files(masks, left_out)}
+    files = {"image": _files(Path(images), left_out), "mask": _files(Path(masks), left_out)}
     for kind, other in (("image", "mask"), ("mask", "image")):
         found = files[kind]
         if lonely := sorted(found.keys() - files[other].keys()):
             raise ValueError(
                 f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as {found[lonely[0]]}."
             )
-    return [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])], left_out
+    pairs = [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])]
+    log_taken(images, f"{len(pairs):,} images with masks", left_out)
+    return pairs
 
 
 def _files(folder: Path, left_out: dict[str, list[str]]) -> dict[Path, Path]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder}.")
-    files: dict[Path, Path] = {}
-    images, _, others = find_images(folder, _SUFFIXES)
+    """Find the images of a folder by their path in it without the ending, and add what is left out."""
+    images, others = find_images(folder, _SUFFIXES)
     for reason, paths in others.items():
         left_out.setdefault(reason, []).extend(paths)
+    files: dict[Path, Path] = {}
     for file in sorted(Path(file) for of_folder in images.values() for file in of_folder):
         name = file.relative_to(folder).with_suffix("")
         if other := files.get(name):
@@ -85,8 +81,7 @@ class MaskedImages(Dataset):
         mode: str | None = None,
     ):
         self.root = Path(images)
-        self.pairs, left_out = _paired(self.root, Path(masks))
-        log_taken(self.root, f"{len(self.pairs):,} images with masks", left_out)
+        self.pairs = pair_files(images, masks)
         self.classes, self.ignore_index = classes, ignore_index
         self.mode = mode or ("RGB" if config["input_size"][0] == 3 else "L")
         self.size = tuple(config["input_size"][1:])
