@@ -84,7 +84,7 @@ def test_a_layer_that_is_called_twice_has_two_panels(splits):
     model.blocks[3].mlp = model.blocks[1].mlp
     all_routes = routes_of(model, splits)
     assert [routes.layer for routes in all_routes] == ["blocks.1.mlp (call 1)", "blocks.2.mlp", "blocks.1.mlp (call 2)"]
-    assert not torch.equal(all_routes[0].count_IE, all_routes[2].count_IE)
+    assert not torch.equal(all_routes[0].count_IME, all_routes[2].count_IME)
     assert summarize_all(all_routes, 0.1)["routing_degree"] == 4**3
 
 

@@ -33,6 +33,8 @@ LABELS = {
     "auroc": ("AUROC", "{:.4f}"),
     "fpr_at_95": ("FPR at 95% TPR", "{:.2%}"),
 }
+#: Option of every metric: whichever processes evaluate, each has all images.
+_ALONE: Any = {"sync_on_compute": False}
 
 
 def own_members(model: Any, name: str, x: Tensor) -> Tensor:
@@ -87,26 +89,21 @@ class Figures:
     def __init__(self, num_classes: int):
         self.members = 0
         self.confidence, self.ood_confidence = Rows(), Rows()
-        alone: Any = {"sync_on_compute": False}  # whichever processes evaluate, each has all images
         self._of_ensemble: dict[str, metrics.Metric] = {
-            "nll": metrics.NegativeLogLikelihood(**alone),
-            "error": metrics.ErrorRate(**alone),
-            "ece": metrics.CalibrationError(num_classes, **alone),
-            "brier": metrics.BrierScore(**alone),
+            "nll": metrics.NegativeLogLikelihood(**_ALONE),
+            "error": metrics.ErrorRate(**_ALONE),
+            "ece": metrics.CalibrationError(num_classes, **_ALONE),
+            "brier": metrics.BrierScore(**_ALONE),
         }
         self._of_member: dict[str, metrics.Metric] = {
-            "mean_member_nll": metrics.NegativeLogLikelihood(**alone),
-            "mean_member_error": metrics.ErrorRate(**alone),
+            "mean_member_nll": metrics.NegativeLogLikelihood(**_ALONE),
+            "mean_member_error": metrics.ErrorRate(**_ALONE),
         }
         self._of_pairs: dict[str, metrics.Metric] = {
-            "pairwise_kl": metrics.PairwiseKL(**alone),
-            "cosine_similarity": metrics.CosineSimilarity(**alone),
-            "disagreement": metrics.Disagreement(**alone),
-            "normalized_disagreement": metrics.NormalizedDisagreement(**alone),
-        }
-        self._of_scores: dict[str, metrics.Metric] = {
-            "auroc": metrics.AUROC(**alone),
-            "fpr_at_95": metrics.FPRAt95(**alone),
+            "pairwise_kl": metrics.PairwiseKL(**_ALONE),
+            "cosine_similarity": metrics.CosineSimilarity(**_ALONE),
+            "disagreement": metrics.Disagreement(**_ALONE),
+            "normalized_disagreement": metrics.NormalizedDisagreement(**_ALONE),
         }
 
     def update(self, log_p_BMC: Tensor, labels: Tensor) -> None:
@@ -131,11 +128,10 @@ class Figures:
         found = {**self._of_ensemble, **(self._of_member | self._of_pairs if self.members > 1 else {})}
         if self.ood_confidence:
             values["ood_images"] = len(self.ood_confidence)
-            found |= self._of_scores
+            found |= {"auroc": metrics.AUROC(**_ALONE), "fpr_at_95": metrics.FPRAt95(**_ALONE)}
             scores = torch.cat([self.confidence.tensor(), self.ood_confidence.tensor()])
-            for metric in self._of_scores.values():
-                metric.reset()
-                metric.update(scores, torch.arange(len(scores)) < len(self.confidence))
+            for name in ("auroc", "fpr_at_95"):
+                found[name].update(scores, torch.arange(len(scores)) < len(self.confidence))
         values |= {name: metric.compute().item() for name, metric in found.items()}
         return {name: values[name] for name in LABELS if name in values}
 

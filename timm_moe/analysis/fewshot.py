@@ -7,6 +7,7 @@ N images, D width of features, C classes, M members, L penalties, R runs.
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
-from ..console import printable
 from .data import Inference, Source, batches, class_names, describe_source
 from .rows import Rows
 
@@ -114,8 +114,8 @@ def fewshot(
         with weights.
 
     Raises:
-        ValueError: on a number below 1, shots above the images of a class, a class without images, other classes in a
-            folder's test images, a model without features, or features that are NaN; and as ``load_source``.
+        ValueError: on a number below 1, shots above the images of a class, other classes in a folder's test images, or
+            features that are NaN; and as ``load_source``.
     """
     inference = inference or Inference()
     if not shots or min(shots) < 1 or draws < 1:
@@ -156,15 +156,11 @@ def fewshot(
 
 def _checked_labels(folder: Folder, shots: int) -> Tensor:
     """Classes of the training images."""
-    for images in (folder.train, folder.test):  # a class map may name a class without images
-        filled = {label for _, label in images.reader.samples}
-        if empty := [name for label, name in enumerate(class_names(images)) if label not in filled]:
-            raise ValueError(f"Class {min(empty)} has no images in {images.reader.root}.")
     names = class_names(folder.train)
     if class_names(folder.test) != names:
         raise ValueError(f"{folder.name} has other classes among its test images than among those to learn from.")
     labels = torch.tensor([label for _, label in folder.train.reader.samples])
-    fewest, name = min(zip(labels.bincount().tolist(), names, strict=True))
+    fewest, name = min(zip(labels.bincount(minlength=len(names)).tolist(), names, strict=True))
     if fewest < shots:
         raise ValueError(f"{shots} shots are asked for, but class {name} of {folder.name} has {fewest} images.")
     return labels
@@ -191,27 +187,23 @@ def _features(
     named: Sequence[tuple[nn.Module, str]], images: ImageDataset, inference: Inference, indices: Any = None
 ) -> tuple[list[Tensor], Tensor]:
     """(N, D) features from each member of each model, and the labels, of all images or some."""
-    parts: list[Rows] = []
+    parts: dict[int, Rows] = defaultdict(Rows)
     labels = Rows()
     for inputs, label in batches([model for model, _ in named], images, inference, indices):
         with inference.autocast():
             members = [_member_features(*each, x) for each, x in zip(named, inputs, strict=True)]
-        features = [feature for of_model in members for feature in of_model.unbind(1)]
-        parts = parts or [Rows() for _ in features]
-        for part, feature in zip(parts, features, strict=True):
-            part.add(feature)
+        for number, feature in enumerate(feature for of_model in members for feature in of_model.unbind(1)):
+            parts[number].add(feature)
         labels.add(label)
-    return [part.tensor() for part in parts], labels.tensor()
+    return [part.tensor() for part in parts.values()], labels.tensor()
 
 
 def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
     """(B, M, D) before the classifier."""
     if hasattr(model, "forward_member_features"):
         features = model.forward_member_features(x)
-    elif hasattr(model, "forward_features") and hasattr(model, "forward_head"):
-        features = model.forward_head(model.forward_features(x), pre_logits=True).unsqueeze(1)
     else:
-        raise ValueError(f"{name} is a {type(model).__name__}, which does not give the features before its classifier.")
+        features = model.forward_head(model.forward_features(x), pre_logits=True).unsqueeze(1)
     if not features.isfinite().all():
         raise ValueError(f"{name} gives features that are NaN or Inf.")
     return features
@@ -225,11 +217,10 @@ def _best_penalty(accuracy_RL: Tensor) -> int:
 
 def table(results: Sequence[Result]) -> str:
     """Write a line for each result."""
-    names = [printable(result.folder) for result in results]
-    width = max(map(len, names))
+    width = max(len(result.folder) for result in results)
     lines = []
-    for name, result in zip(names, results, strict=True):
+    for result in results:
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
-        kind = f"{name:<{width}}  {result.shots:>4} shots  {result.members:<8}"
+        kind = f"{result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}"
         lines.append(f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})")
     return "\n".join(lines)

@@ -25,20 +25,19 @@ PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 def table(summary: Mapping[str, Any]) -> str:
     """Write the summary by :func:`timm_moe.analysis.routing_statistics.summarize_all` as text."""
     layers = summary["layers"]
-    names = [printable(layer["layer"]) for layer in layers]
-    width = max(len("layer"), *map(len, names))
+    width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
     lines = [
         f"{'layer':<{width}}  experts  largest share  I(class; expert)  / H(expert)  by chance  experts/image  kept"
     ]
-    for name, layer in zip(names, layers, strict=True):
+    for layer in layers:
         lines += [
-            f"{name:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
+            f"{layer['layer']:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
             f"  {layer['mutual_information']:>11.3f} nats  {layer['normalized']:>11.3f}"
             f"  {layer['by_chance']:>9.3f}  {layer['experts_per_image']:>13.2f}"
             f"  {'yes' if layer['kept'] else 'no':>4}",
             f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
         ]
-    kept = ", ".join(name for name, layer in zip(names, layers, strict=True) if layer["kept"]) or "none"
+    kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
     images = f"images {summary['images']:,}" + (f", patches {summary['patches']:,}" if "patches" in summary else "")
     lines += [
         f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
@@ -74,7 +73,10 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
                 for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True):
                     writer.writerows([routes.layer, name, expert, share] for expert, share in enumerate(shares))
         if find_spec("matplotlib") is not None:
-            plot(all_routes, folder / "routes.png")
+            from matplotlib import rc_context
+
+            with rc_context({"text.parse_math": False, "text.usetex": False}):  # a class may be called $x$
+                plot(all_routes, folder / "routes.png")
         publish(folder, Path(output_dir), _FILES)
 
 
@@ -86,13 +88,6 @@ def display_order(share_CE: Tensor) -> list[int]:
 
 def plot(all_routes: Sequence[Routes], file: Path) -> None:
     """Draw a heatmap for each layer into one PNG, with the same colours and the deepest layer's order of classes."""
-    from matplotlib import rc_context
-
-    with rc_context({"text.parse_math": False, "text.usetex": False}):  # a name may look like mathematics, or like TeX
-        _plot(all_routes, file)
-
-
-def _plot(all_routes: Sequence[Routes], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -109,14 +104,14 @@ def _plot(all_routes: Sequence[Routes], file: Path) -> None:
     for panel, routes, share_CE in zip(panels, all_routes, heatmaps, strict=False):
         look = dict(cmap="cividis_r", aspect="auto", interpolation="nearest")
         image = panel.imshow(share_CE[order].numpy(), vmin=0, vmax=highest, **look)
-        panel.set_title(printable(routes.layer), fontsize=8)
+        panel.set_title(routes.layer, fontsize=8)
         panel.set_xlabel("expert", fontsize=8)
         panel.tick_params(labelsize=7, left=False)
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     for panel in panels[len(heatmaps) :]:
         panel.set_visible(False)
     for panel in panels[::columns]:
-        panel.set_ylabel(f"{len(order)} classes, in the order of {printable(deepest.layer)}", fontsize=8)
+        panel.set_ylabel(f"{len(order)} classes, in the order of {deepest.layer}", fontsize=8)
         panel.tick_params(left=True)
         if height / len(order) >= 0.1:  # room for the names
             names = [printable(deepest.classes[index]) for index in order]

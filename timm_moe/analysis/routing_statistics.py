@@ -3,7 +3,7 @@
 The counts of classes and experts are ViMoE's analysis (arXiv 2410.15732, figures 4, 5 and 8).
 
 Shape suffixes: I images, P patches, M members of an ensemble inside one model (1 without), C classes, E experts,
-T rows, K choices of a row.
+N rows of an image, T rows of a batch, K choices of a row.
 """
 
 import math
@@ -73,10 +73,10 @@ class RouterWatcher(ExitStack):
         self._labels.add(labels)
         return self._calls
 
-    def routes(self, class_name: Callable[[int], str], ignore_index: int | None = None) -> list["Routes"]:
+    def routes(self, class_name: Callable[[int], str], ignore_index: int = -1) -> list["Routes"]:
         """Give the routes of all batches by the calls of a forward; ValueError if all labels are ``ignore_index``."""
         numbers = self._labels.tensor()
-        known = numbers != ignore_index if ignore_index is not None else torch.ones_like(numbers, dtype=torch.bool)
+        known = numbers != ignore_index
         if not known.any():
             raise ValueError(f"Most pixels of every patch have the label {ignore_index}, so no patch has a class.")
         present, labels = numbers[known].unique(return_inverse=True)
@@ -90,18 +90,18 @@ class RouterWatcher(ExitStack):
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
         """Count the choices of images, (B, M, E), or patches, (B, P, M, E)."""
-        rows, top_k = call.chosen_TK.shape
-        if labels.ndim == 1:  # an ensemble's layer sees an image once for each member
-            chosen = call.chosen_TK.reshape(len(labels), len(call.x) // len(labels), -1)
+        members = len(call.x) // len(labels)  # an ensemble's layer sees an image once for each
+        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), members, -1))
+        if labels.ndim == 1:
+            chosen = chosen_BMNK.flatten(2)
         else:
-            images, patches = labels.shape
-            if rows % (images * (self._prefix + patches)):
+            rows, patches = chosen_BMNK.shape[2], labels.shape[1]
+            if rows != self._prefix + patches:
                 raise ValueError(
-                    f"{call.name} routes {rows // images} rows of an image, which are not its {patches} patches and "
+                    f"{call.name} routes {rows} rows of an image, which are not its {patches} patches and "
                     f"{self._prefix} other tokens."
                 )
-            of_tokens = call.chosen_TK.view(images, -1, self._prefix + patches, top_k)
-            chosen = of_tokens[:, :, self._prefix :].transpose(1, 2)
+            chosen = chosen_BMNK[:, :, self._prefix :].transpose(1, 2)
         count = chosen.new_zeros(*chosen.shape[:-1], call.layer.num_experts + 1)  # a router of others may drop choices
         count.scatter_add_(-1, chosen, torch.ones_like(chosen))
         return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8)
@@ -133,11 +133,6 @@ class Routes:
     @property
     def experts(self) -> int:
         return self.count_IME.shape[2]
-
-    @property
-    def count_IE(self) -> Tensor:
-        """Choices of all members."""
-        return self.count_IME.sum(1)
 
     def load(self) -> Tensor:
         """Share of all choices that went to each expert, (E,)."""
