@@ -6,7 +6,8 @@ E experts, M members of an ensemble inside one model (1 without).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,25 +38,83 @@ class Patch:
     label: int  #: class of its image
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerObservation:
-    """The decisions of a router in one call of a forward in evaluation."""
+    """The decisions of a router in one call of a forward in evaluation, gathered batch by batch."""
 
-    routes: Routes  #: the choices before capacities
     by_image: bool  #: all rows of an image go together
-    dropped: int  #: number of choices that found no place
-    #: (ENTROPY_BINS,) rows by the entropy of their router's probabilities over its maximum; None without probabilities
-    entropy: Tensor | None
     grid: tuple[int, int] | None  #: rows and columns of the patches; None if the rows are not patches
-    expert_SMP: Tensor  #: first choice of each patch of the images that are shown, E for one that was dropped
-    gate_SMP: Tensor  #: its probability
     surest: list[list[Patch]]  #: patches with the largest gates of each expert
+    dropped: int = 0  #: number of choices that found no place
+    #: (ENTROPY_BINS,) rows by the entropy of their router's probabilities over its maximum; None without probabilities
+    entropy: Tensor | None = None
+    #: first choice of each patch of the images that are shown, E for one that was dropped
+    expert_SMP: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
+    gate_SMP: Tensor = field(default_factory=partial(torch.empty, 0))  #: its probability
     next_EE: Tensor | None = None  #: rows by their first choices here and in the next layer; None for the last one
+    routes: Routes = None  # type: ignore[assignment]  #: the choices before capacities, after the last batch
 
     @property
     def name(self) -> str:
         """The expert layer and the number of the call, if there are several."""
         return self.routes.layer
+
+    def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
+        """Take in a batch and the indices of its images that are shown."""
+        rows, gate = len(call.kept_TK) // len(call.x), torch.ones(len(call.kept_TK))
+        probability = call.layer.routed_by.probabilities(call.x)
+        if probability is not None:
+            gate = probability.amax(-1)
+            entropy = torch.special.entr(probability.double()).sum(-1) / math.log(max(2, probability.shape[-1]))
+            histogram = torch.histc(entropy.float().cpu(), ENTROPY_BINS, 0, 1)
+            self.entropy = histogram if self.entropy is None else self.entropy + histogram
+        elif call.routing.gates is not None:
+            gate = call.routing.gates[:, 0]
+
+        def patches(of_rows: Tensor) -> Tensor:
+            """Turn (T,) into (B, M, P); no patches without a grid."""
+            number = self.grid[0] * self.grid[1] if self.grid else 0
+            return of_rows.view(len(pixels_B), -1, rows)[..., rows - number :].cpu()
+
+        self.dropped += int((call.kept_TK == call.layer.num_experts).sum())
+        self.first_T = call.chosen_TK[:, 0]
+        gate_BMP = patches(gate).float()
+        if shown:
+            self.expert_SMP = torch.cat([self.expert_SMP, patches(call.kept_TK[:, 0])[shown]])
+            self.gate_SMP = torch.cat([self.gate_SMP, gate_BMP[shown]])
+        if self.grid is not None:
+            self._add_surest(patches(self.first_T), gate_BMP, pixels_B, labels_B)
+
+    def add_pairs(self, following: "LayerObservation") -> None:
+        """Count the last batch's rows by their experts here and in the next layer, if it sees the same rows."""
+        here_T, there_T, here, there = self.first_T, following.first_T, len(self.surest), len(following.surest)
+        if len(here_T) != len(there_T):
+            return
+        known = (here_T < here) & (there_T < there)
+        index = here_T[known] * there + there_T[known]
+        pairs_EE = index.bincount(minlength=here * there).view(here, there).cpu()
+        self.next_EE = pairs_EE if self.next_EE is None else self.next_EE + pairs_EE
+
+    def _add_surest(self, expert_BMP: Tensor, gate_BMP: Tensor, pixels_B: Tensor, labels_B: Tensor) -> None:
+        for expert, best in enumerate(self.surest):
+            gate_B, patch_B = torch.where(expert_BMP == expert, gate_BMP, -1.0).amax(1).max(1)
+            best += [
+                Patch(gate_B[index].item(), self._around(pixels_B[index], int(patch_B[index])), int(labels_B[index]))
+                for index in gate_B.argsort(descending=True).tolist()[:SUREST]
+                if gate_B[index] >= 0
+            ]
+            self.surest[expert] = sorted(best, key=lambda patch: -patch.gate)[:SUREST]
+
+    def _around(self, pixels: Tensor, patch: int) -> Tensor:
+        """A patch with its neighbours; the whole image if it is routed as a whole."""
+        if self.grid is None or self.by_image:
+            return pixels.clone()  # of this image alone, not of its batch
+        rows, columns = self.grid
+        height, width = pixels.shape[1] / rows, pixels.shape[2] / columns
+        row, column = divmod(patch, columns)
+        top = round(min(max(row - 1, 0), max(rows - 3, 0)) * height)
+        left = round(min(max(column - 1, 0), max(columns - 3, 0)) * width)
+        return pixels[:, top : top + round(3 * height), left : left + round(3 * width)].clone()
 
 
 @dataclass(frozen=True)
@@ -90,7 +149,7 @@ def observe(
     number = min(len(images), SHOWN)
     shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread
     labels, predicted, pixels = Rows(), Rows(), []
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, LayerObservation] = {}
     routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
     first = 0
     with RouterWatcher(routed) as watcher:
@@ -99,7 +158,7 @@ def observe(
             label_B, pixels_B = label_B.cpu(), _bytes(x, config)
             own = [index - first for index in shown if first <= index < first + len(label_B)]
             for call in watcher.end_batch(label_B):
-                layer = layers.setdefault(call.name, _Layer(call, model, pixels_B))
+                layer = layers.setdefault(call.name, _observation(call, model, pixels_B.shape[2:]))
                 layer.add(call, pixels_B, label_B, own)
             for here, there in pairwise(layers.values()):
                 here.add_pairs(there)
@@ -113,7 +172,8 @@ def observe(
         for log_p_BMC, _ in predictions([model], [name], ood_images, inference):
             figures.update_ood(log_p_BMC)
     classes = class_names(images)
-    routes = watcher.routes(classes.__getitem__)
+    for layer, routes in zip(layers.values(), watcher.routes(classes.__getitem__), strict=True):
+        layer.routes = routes
     return Observation(
         classes=classes,
         labels=labels.tensor(),
@@ -121,87 +181,17 @@ def observe(
         confidence=figures.confidence.tensor(),
         ood_confidence=None if ood_images is None else figures.ood_confidence.tensor(),
         figures=figures.result(),
-        layers=[layer.result(own) for layer, own in zip(layers.values(), routes, strict=True)],
+        layers=[*layers.values()],
         shown=shown,
         shown_pixels=torch.cat(pixels),
     )
 
 
-class _Layer:
-    """The observation of one call of a router, gathered batch by batch."""
-
-    def __init__(self, call: RouterCall, model: nn.Module, pixels_B: Tensor):
-        self.experts = call.layer.num_experts
-        self.by_image = call.layer.routed_by.routing_unit == "image"
-        self.copies = len(call.x) // len(pixels_B)  # one for each member
-        self.rows = len(call.kept_TK) // len(call.x)
-        self.grid = _grid(model, call.x, self.rows, pixels_B.shape[2:])
-        self.dropped = 0
-        self.entropy: Tensor | None = None
-        self.surest: list[list[Patch]] = [[] for _ in range(self.experts)]
-        self.next_EE: Tensor | None = None
-        self._shown: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
-        """Take in a batch and the indices of its images that are shown."""
-        probability = call.layer.routed_by.probabilities(call.x)
-        if probability is not None:
-            gate = probability.amax(-1)
-            entropy = torch.special.entr(probability.double()).sum(-1) / math.log(max(2, probability.shape[-1]))
-            histogram = torch.histc(entropy.float().cpu(), ENTROPY_BINS, 0, 1)
-            self.entropy = histogram if self.entropy is None else self.entropy + histogram
-        elif call.routing.gates is not None:
-            gate = call.routing.gates[:, 0]
-        else:
-            gate = torch.ones(len(call.kept_TK))
-        self.dropped += int((call.kept_TK == self.experts).sum())
-        self.first_T = call.chosen_TK[:, 0]
-        gate_BMP = self._patches(gate).float()
-        if shown:
-            self._shown.append((self._patches(call.kept_TK[:, 0])[shown], gate_BMP[shown]))
-        if self.grid is not None:
-            self._add_surest(self._patches(self.first_T), gate_BMP, pixels_B, labels_B)
-
-    def add_pairs(self, following: "_Layer") -> None:
-        """Count the last batch's rows by their experts here and in the next layer, if it sees the same rows."""
-        here_T, there_T, experts = self.first_T, following.first_T, following.experts
-        if len(here_T) != len(there_T):
-            return
-        known = (here_T < self.experts) & (there_T < experts)
-        index = here_T[known] * experts + there_T[known]
-        pairs_EE = index.bincount(minlength=self.experts * experts).view(self.experts, experts).cpu()
-        self.next_EE = pairs_EE if self.next_EE is None else self.next_EE + pairs_EE
-
-    def result(self, routes: Routes) -> LayerObservation:
-        expert_SMP, gate_SMP = (torch.cat(parts) for parts in zip(*self._shown, strict=True))
-        counts = (self.by_image, self.dropped, self.entropy, self.grid)
-        return LayerObservation(routes, *counts, expert_SMP, gate_SMP, self.surest, self.next_EE)
-
-    def _patches(self, of_rows: Tensor) -> Tensor:
-        """Turn (T,) into (B, M, P); no patches without a grid."""
-        of_rows = of_rows.view(-1, self.copies, self.rows).cpu()
-        return of_rows[..., self.rows - self.grid[0] * self.grid[1] :] if self.grid else of_rows[..., :0]
-
-    def _add_surest(self, expert_BMP: Tensor, gate_BMP: Tensor, pixels_B: Tensor, labels_B: Tensor) -> None:
-        for expert in range(self.experts):
-            gate_B, patch_B = torch.where(expert_BMP == expert, gate_BMP, -1.0).amax(1).max(1)
-            found = [
-                Patch(gate_B[index].item(), self._around(pixels_B[index], int(patch_B[index])), int(labels_B[index]))
-                for index in gate_B.argsort(descending=True).tolist()[:SUREST]
-                if gate_B[index] >= 0
-            ]
-            self.surest[expert] = sorted(self.surest[expert] + found, key=lambda patch: -patch.gate)[:SUREST]
-
-    def _around(self, pixels: Tensor, patch: int) -> Tensor:
-        """A patch with its neighbours; the whole image if it is routed as a whole."""
-        if self.grid is None or self.by_image:
-            return pixels.clone()  # of this image alone, not of its batch
-        rows, columns = self.grid
-        height, width = pixels.shape[1] / rows, pixels.shape[2] / columns
-        row, column = divmod(patch, columns)
-        top = round(min(max(row - 1, 0), max(rows - 3, 0)) * height)
-        left = round(min(max(column - 1, 0), max(columns - 3, 0)) * width)
-        return pixels[:, top : top + round(3 * height), left : left + round(3 * width)].clone()
+def _observation(call: RouterCall, model: nn.Module, size: Sequence[int]) -> LayerObservation:
+    """Begin an observation of a call in forwards of images of a size, (height, width)."""
+    by_image = call.layer.routed_by.routing_unit == "image"
+    grid = _grid(model, call.x, len(call.kept_TK) // len(call.x), size)
+    return LayerObservation(by_image, grid, surest=[[] for _ in range(call.layer.num_experts)])
 
 
 def _grid(model: Any, x: Tensor, rows: int, size: Sequence[int]) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ from io import BytesIO
 
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
 
 from ..observe import LayerObservation, Observation, Patch
 from ..page import Part
@@ -35,7 +36,7 @@ def patches_part(seen: Observation) -> Part:
         f"{seen.classes[seen.labels[number]]}, predicted {seen.classes[seen.predicted[number]]}"
         for number in seen.shown
     ]
-    images = [_image(pixels) for pixels in seen.shown_pixels]
+    images = [to_pil_image(pixels) for pixels in seen.shown_pixels]
     for image in images:
         image.thumbnail((LARGEST, LARGEST))
     routes = {"kind": "patches", "images": [*map(_jpeg, images)], "labels": labels, "layers": drawn}
@@ -87,13 +88,9 @@ def _sheet(rows: Sequence[Sequence[Tensor]]) -> str:
     whole = Image.new("RGB", (max(map(len, rows)) * CELL, len(rows) * CELL), "white")
     for row, pictures in enumerate(rows):
         for column, pixels in enumerate(pictures):
-            picture = _image(pixels).resize((CELL, CELL), Image.Resampling.BILINEAR)
+            picture = to_pil_image(pixels).resize((CELL, CELL), Image.Resampling.BILINEAR)
             whole.paste(picture, (column * CELL, row * CELL))
     return _jpeg(whole)
-
-
-def _image(pixels: Tensor) -> Image.Image:
-    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 def _jpeg(image: Image.Image) -> str:

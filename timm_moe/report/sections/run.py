@@ -3,6 +3,7 @@
 import csv
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -67,12 +68,9 @@ def _summary(folder: Path) -> list[dict[str, float]]:
     file = folder / "summary.csv"
     if not file.exists():
         return []
-    try:
-        table = csv.DictReader(read_text(file).splitlines())
-        rows = [row for row in table if (row.get("epoch") or "").isdecimal()]
-        figures = [{name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)} for row in rows]
-    except (ValueError, csv.Error) as error:
-        raise ValueError(f"{file} is damaged: it is not the table that train.py writes.") from error
+    table = csv.DictReader(read_text(file).splitlines())
+    rows = [row for row in table if (row.get("epoch") or "").isdecimal()]
+    figures = [{name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)} for row in rows]
     return list({row["epoch"]: row for row in figures}.values())
 
 
@@ -89,7 +87,7 @@ def _part(
 
     ``series`` names the field whose values are the lines, ``choice`` one of whose values the reader chooses one.
     """
-    known = [point for point in points if _is_finite(point["value"])]
+    known = _finite(points)
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
     if not known:
         return Part(title, lost) if lost else None
@@ -103,16 +101,16 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
+def _finite(points: Points) -> Points:
+    return [point for point in points if _is_finite(point["value"])]
+
+
 def _lost(epochs: Sequence[int]) -> str:
     """Write a sentence on the epochs that a chart leaves out, such as "epochs 1 to 3 and 7"."""
     if not epochs:
         return ""
-    spans: list[list[int]] = []
-    for epoch in epochs:
-        if not spans or spans[-1][1] != epoch - 1:
-            spans.append([epoch, epoch])
-        spans[-1][1] = epoch
-    ranges = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+    spans = [[*span] for _, span in groupby(epochs, lambda epoch: epoch - epochs.index(epoch))]
+    ranges = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
     listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
     return (
         f"Left out: epoch{'s' if len(epochs) > 1 else ''} {listed}, where it was not a finite number. The run may have "
@@ -142,21 +140,13 @@ def _best(accuracies: Points) -> str:
 
 
 def _of_layers(layers: Layers, figure: str) -> Points:
-    return [
-        {"epoch": epoch, "layer": name, "value": layer[figure]}
-        for epoch, name, layer in layers
-        if _is_finite(layer.get(figure))
-    ]
+    return _finite([{"epoch": epoch, "layer": name, "value": layer.get(figure)} for epoch, name, layer in layers])
 
 
 def _share_rate_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    rates = [
-        {"epoch": entry["epoch"], "value": entry["share_rate"], "of": "share rate"}
-        for entry in epochs
-        if _is_finite(entry["share_rate"])
-    ]
+    rates = [{"epoch": entry["epoch"], "value": entry["share_rate"], "of": "share rate"} for entry in epochs]
     text = "After each step every expert moves by this share towards the mean of the other experts."
-    return _part("How much are the experts averaged?", rates, text, "of", "share rate of the last step")
+    return _part("How much are the experts averaged?", _finite(rates), text, "of", "share rate of the last step")
 
 
 def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | None:

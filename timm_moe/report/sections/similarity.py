@@ -3,7 +3,6 @@
 Shape suffixes: T rows, D width, E experts.
 """
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,9 +56,8 @@ def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inferen
             model(x)
     similarities = []
     for path, layer in layers.items():
-        weights_ED = torch.cat(
-            [stacked.float().reshape(layer.num_experts, -1) for stacked in whole_experts(layer).values()], 1
-        )
+        stacked = whole_experts(layer).values()
+        weights_ED = torch.cat([tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1)
         outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
         cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
         similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
@@ -78,17 +76,12 @@ def _cosines(x_ETD: Tensor) -> Tensor:
     return torch.einsum("etd,ftd->ef", unit_ETD, unit_ETD).cpu() / x_ETD.shape[1]
 
 
-def _finite(value: float) -> float | None:
-    """Return None, which a chart leaves out, for NaN: weights of an expert that no row chose may be NaN."""
-    return value if math.isfinite(value) else None
-
-
 def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | None:
     """Show all cosines in one chart; None for a model without expert layers."""
     if not similarities:
         return None
     rows = [
-        {"of": f"{compared}, {layer.layer}", "expert": expert, "other": other, "value": _finite(cosine)}
+        {"of": f"{compared}, {layer.layer}", "expert": expert, "other": other, "value": cosine}
         for compared in ("weights", "outputs")
         for layer in similarities
         for expert, cosines in enumerate(getattr(layer, f"{compared}_EE").tolist())
