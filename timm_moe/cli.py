@@ -18,8 +18,9 @@ from .analysis.data import Inference, class_names, image_folder, image_mode, loa
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.images import read_class_map
-from .analysis.routes import check_output, write_routes
+from .analysis.routes import FILES as ROUTES_FILES
 from .analysis.routes import table as routes_table
+from .analysis.routes import write_routes
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages
 from .checkpoints.source import ModelSpec, describe, folder_of, load_source
@@ -182,7 +183,7 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
 
 
 def _routes(args: argparse.Namespace) -> None:
-    check_output(args.output_dir, args.overwrite)
+    check_folder(args.output_dir, ROUTES_FILES, args.overwrite)
     loading = _loading(args)
     if args.segmentation is not None:
         all_routes = _routes_of_patches(args, **loading)

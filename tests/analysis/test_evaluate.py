@@ -179,7 +179,7 @@ def test_the_command(splits, model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data-dir", "nowhere"], "There is no data folder nowhere."),
+        (["--data-dir", "nowhere"], "No such file or directory: 'nowhere'"),
         (
             ["--data-dir", "{splits}", "--split", "test"],
             "has no split 'test'; its folders begin with other, val: name one",
@@ -188,7 +188,7 @@ def test_the_command(splits, model, tmp_path, capsys):
         (["--data-dir", "empty", "--split", ""], "empty has no image of a class in its split ''"),
         (["b.pth.tar", "--data-dir", "{splits}"], "val has 5 classes, but b.pth.tar has 3."),
         (["c.pth.tar", "--data-dir", "{splits}"], "c.pth.tar is neither a file nor a folder"),
-        (["--data-dir", "{splits}", "--ood-data-dir", "nowhere"], "There is no data folder nowhere."),
+        (["--data-dir", "{splits}", "--ood-data-dir", "nowhere"], "No such file or directory: 'nowhere'"),
         (["--data-dir", "{splits}", "--json", "a.pth.tar/a.json"], "a.pth.tar is a file, so a.pth.tar/a.json"),
         (["--data-dir", "{splits}", "--json", "empty"], "empty is a folder"),
         (["--data-dir", "{splits}", "--use-ema"], "a.pth.tar has no EMA weights"),

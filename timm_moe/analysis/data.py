@@ -64,14 +64,14 @@ def load_classifiers(
             class; and as ``load_source``.
     """
     models = []
+    numbered_by = "its class map" if getattr(images.reader, "numbers_stated", True) else ""
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
-        models.append(load_source(source, spec, use_ema))
-    numbered_by = "its class map" if getattr(images.reader, "numbers_stated", True) else ""
-    for source, model in zip(sources, models, strict=True):
+        model = load_source(source, spec, use_ema)
         numbered_by = _compare_classes(model, describe_source(source), images, numbered_by)
-    return [model.to((inference or Inference()).torch_device()).eval() for model in models]
+        models.append(model.to((inference or Inference()).torch_device()).eval())
+    return models
 
 
 def _compare_classes(model: Any, name: str, images: ImageDataset, numbered_by: str) -> str:

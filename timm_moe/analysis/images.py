@@ -44,10 +44,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
         ValueError: if the class map is damaged; if it and the folders name different classes; or if without it a class
             has no images or two classes have no order.
     """
-    folder = Path(data_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no data folder {folder}.")
-    root = str(_split_folder(folder, split))
+    root = str(_split_folder(Path(data_dir), split))
     found, left_out = find_images(root, get_img_extensions())
     of_class: dict[str, list[str]] = defaultdict(list)
     for path in sorted(found, key=lambda path: natural_key(os.path.basename(path))):  # as timm numbers the classes
@@ -75,7 +72,7 @@ def image_folder(data_dir: str | Path, split: str = "validation", class_map: str
     samples = [(file, number) for number, name in enumerate(names) for file in of_class.get(name, [])]
     samples.sort(key=lambda sample: natural_key(sample[0]))
     if not samples:
-        raise FileNotFoundError(f"{folder} has no image of a class in its split {split!r}.")
+        raise FileNotFoundError(f"{data_dir} has no image of a class in its split {split!r}.")
     log_taken(root, f"{len(names):,} classes{order}, {len(samples):,} images", left_out)
     return FolderImages(root, reader=FolderReader(root, samples, names, numbers_stated=bool(class_map)))
 
@@ -112,8 +109,6 @@ def read_class_map(file: str | Path) -> list[str]:
         FileNotFoundError: if there is no such file.
         ValueError: if it is no text, has an empty line before a name, or a name twice.
     """
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"There is no class map {file}.")
     try:  # some editors begin a file with a byte-order mark
         names = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").rstrip().split("\n")]
     except UnicodeDecodeError as error:
@@ -153,7 +148,7 @@ def find_images(root: str | Path, endings: Collection[str]) -> tuple[dict[str, l
         if files or (not inner and folder != root and (parent == root or parent not in images)):
             images[folder] = files
         folders.clear()  # os.walk goes on to the ones that are put back
-        for path in sorted(inner, key=os.path.islink):
+        for path in sorted(inner, key=os.path.islink):  # real folders first
             place = os.path.relpath(path, root).split(os.sep)[0], os.path.realpath(path)
             if place in seen or place[1] == os.path.realpath(root):
                 left_out["links to folders that are read already"].append(path)
@@ -216,8 +211,6 @@ class FolderImages(ImageDataset):
 def read_image(file: Any, mode: str | None = None) -> Image.Image:
     """Open and decode an image, and convert it to a mode of Pillow if one is given; or raise UnreadableImage."""
     try:
-        if isinstance(file, (str, Path)) and not os.path.isfile(file):
-            raise OSError("it is no regular file.")
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()
         return image if mode is None else image.convert(mode)

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ..console import printable
-from ..files import check_folder, publish, staged, write_json
+from ..files import publish, staged, write_json
 from .routing_statistics import Routes
 
 _logger = logging.getLogger(__name__)
 
 #: The files, the one that explains the others last.
-_FILES = ("routes.png", "routes.csv", "routes.json")
+FILES = ("routes.png", "routes.csv", "routes.json")
 #: Largest width and height of the plot, and of one of its panels, in inches.
 PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 
@@ -47,13 +47,6 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check_output(output_dir: str | Path, overwrite: bool = False) -> None:
-    """Raise OSError if the results cannot be written; log a warning if there will be no plot."""
-    check_folder(output_dir, _FILES, overwrite)
-    if find_spec("matplotlib") is None:
-        _logger.warning("There will be no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
-
-
 def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_dir: str | Path) -> None:
     """Write ``routes.json``, ``routes.csv`` and, if matplotlib is installed, ``routes.png`` to a folder.
 
@@ -72,12 +65,14 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
             for routes in all_routes:
                 for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True):
                     writer.writerows([routes.layer, name, expert, share] for expert, share in enumerate(shares))
-        if find_spec("matplotlib") is not None:
+        if find_spec("matplotlib") is None:
+            _logger.warning("There is no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
+        else:
             from matplotlib import rc_context
 
             with rc_context({"text.parse_math": False, "text.usetex": False}):  # a class may be called $x$
                 plot(all_routes, folder / "routes.png")
-        publish(folder, Path(output_dir), _FILES)
+        publish(folder, Path(output_dir), FILES)
 
 
 def display_order(share_CE: Tensor) -> list[int]:

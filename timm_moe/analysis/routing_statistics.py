@@ -218,11 +218,9 @@ def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Infe
         ValueError: as ``collect_routes``; if a router does not see the patches of the images one by one; if a pair of
             image and mask cannot be used; or if no patch has a class.
     """
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    prefix = getattr(model, "num_prefix_tokens", None)
-    if grid is None or prefix is None:
-        raise ValueError(f"This {type(model).__name__} does not say which of its tokens are which patches of an image.")
-    of_patches = ((x, majority_labels(labels_BHW, tuple(grid))) for x, labels_BHW in images.batches(inference))
+    prefix: Any = model.num_prefix_tokens
+    grid: Any = model.get_submodule("patch_embed").grid_size
+    of_patches = ((x, majority_labels(labels_BHW, grid)) for x, labels_BHW in images.batches(inference))
     return _watch(model, of_patches, inference, prefix).routes(images.class_name, images.ignore_index)
 
 

@@ -129,12 +129,7 @@ class MaskedImages(Dataset):
 
 
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Most frequent label of each patch in a grid of rows and columns, (B, P); the smallest of equally frequent ones.
-
-    It is a ValueError if the patches do not divide the image.
-    """
-    (_, height, width), (rows, columns) = labels_BHW.shape, grid
-    if height % rows or width % columns:
-        raise ValueError(f"{rows} x {columns} patches do not divide images of {height} x {width} pixels.")
+    """Most frequent label of each patch in a grid of rows and columns, (B, P); the smallest if several are."""
+    rows, columns = grid
     patches = labels_BHW.unflatten(2, (columns, -1)).unflatten(1, (rows, -1)).transpose(2, 3)
     return patches.flatten(3).mode(3).values.flatten(1)
