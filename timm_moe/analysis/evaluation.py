@@ -75,10 +75,10 @@ def evaluate(
     models = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
     figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
-    for log_p_BMC, labels in predictions(models, names, images, inference, members):
+    for _, log_p_BMC, labels in predictions(models, names, images, inference, members):
         figures.update(log_p_BMC, labels)
     if ood_images is not None:
-        for log_p_BMC, _ in predictions(models, names, ood_images, inference, members):
+        for _, log_p_BMC, _ in predictions(models, names, ood_images, inference, members):
             figures.update_ood(log_p_BMC)
     return figures.result()
 
@@ -143,26 +143,21 @@ def predictions(
     images: ImageDataset,
     inference: Inference,
     members: Members = own_members,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield log-probabilities (B, M, C) of all members of all models, and labels (B,), in float64 on the CPU.
+) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+    """Yield each model's images (B, ...), log-probabilities (B, M, C) of all members of all models, and labels (B,).
 
-    In float32 the normalisation may round two logits to the same probability and so change a prediction.
+    Log-probabilities and labels are on the CPU, and in float64: in float32 the normalisation may round two logits to
+    the same probability and so change a prediction. It is a ValueError if an output is NaN.
     """
     for inputs, labels in batches(models, images, inference):
-        each = zip(models, names, inputs, strict=True)
-        yield torch.cat([member_log_probabilities(*one, inference, members) for one in each], 1), labels.cpu()
-
-
-def member_log_probabilities(
-    model: nn.Module, name: str, x: Tensor, inference: Inference, members: Members = own_members
-) -> Tensor:
-    """Log-probabilities (B, M, C) of one model's members for images; raise ValueError if one is NaN."""
-    with inference.autocast():
-        logits = members(model, name, x)
-    log_p_BMC = logits.cpu().double().log_softmax(2)
-    if log_p_BMC.isnan().any():
-        raise ValueError(f"{name} gives outputs that are NaN or Inf.")
-    return log_p_BMC
+        parts = []
+        for model, name, x in zip(models, names, inputs, strict=True):
+            with inference.autocast():
+                logits = members(model, name, x)
+            parts.append(logits.cpu().double().log_softmax(2))
+            if parts[-1].isnan().any():
+                raise ValueError(f"{name} gives outputs that are NaN or Inf.")
+        yield inputs, torch.cat(parts, 1), labels.cpu()
 
 
 def confidence(log_p_BMC: Tensor) -> Tensor:

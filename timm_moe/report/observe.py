@@ -15,8 +15,8 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..analysis.data import Inference, batches, class_names
-from ..analysis.evaluation import Figures, member_log_probabilities, predictions
+from ..analysis.data import Inference, class_names
+from ..analysis.evaluation import Figures, predictions
 from ..analysis.metrics import ensemble_log_probabilities
 from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes
 from ..analysis.rows import Rows
@@ -153,9 +153,8 @@ def observe(
     routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
     first = 0
     with RouterWatcher(routed) as watcher:
-        for (x,), label_B in batches([model], images, inference):
-            log_p_BMC = member_log_probabilities(model, name, x, inference)
-            label_B, pixels_B = label_B.cpu(), _bytes(x, config)
+        for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):
+            pixels_B = _bytes(x, config)
             own = [index - first for index in shown if first <= index < first + len(label_B)]
             for call in watcher.end_batch(label_B):
                 layer = layers.setdefault(call.name, _observation(call, model, pixels_B.shape[2:]))
@@ -169,7 +168,7 @@ def observe(
                 pixels.append(pixels_B[own])
             first += len(label_B)
     if ood_images is not None:
-        for log_p_BMC, _ in predictions([model], [name], ood_images, inference):
+        for _, log_p_BMC, _ in predictions([model], [name], ood_images, inference):
             figures.update_ood(log_p_BMC)
     classes = class_names(images)
     for layer, routes in zip(layers.values(), watcher.routes(classes.__getitem__), strict=True):
