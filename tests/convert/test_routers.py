@@ -131,8 +131,6 @@ def test_names_and_options_are_not_taken_twice(registered):
     for name in ("num_experts", "model", "dim"):
         with pytest.raises(ValueError, match=f"{name} is an option of every router, so 'other' cannot have one"):
             timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))
-    with pytest.raises(ValueError, match="shared_expert is an option of the layer already, so 'other'"):
-        timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {"shared_expert": 1}))
 
 
 def test_an_option_that_is_an_argument_of_the_model_is_refused_only_where_it_is_used(registered):

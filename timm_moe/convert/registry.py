@@ -99,8 +99,6 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     """
     if spec.name in _registered:
         raise ValueError(f"There is a router {spec.name!r} already.")
-    for name in spec.options.keys() & spec.layer_options.keys():
-        raise ValueError(f"{name} is an option of the layer already, so {spec.name!r} cannot have one of that name.")
     for name in spec.defaults().keys() & {*_COMMON, "model", "dim"}:
         raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
     _registered[spec.name] = spec

@@ -90,11 +90,8 @@ class ExpertCallback(Callback):
         averaging = next(filter(None, map(ExpertWeightAveraging.of, trainer.optimizers)), None)
         pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._run.close()
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._run.close()  # a Tuner's search ends here
+        self._run.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True

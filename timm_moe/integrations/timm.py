@@ -19,7 +19,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,26 +67,20 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
         if is_primary():
             _logger.info("Muon leaves the experts to its fallback, since their matrices are stacked.")
-    with _undecayed(model, {name for name, parameter in stacked.items() if parameter.ndim == 2}):
-        optimizer = create_optimizer_v2(*call.args, **call.kwargs)
-    scale_learning_rates = getattr(unwrapped(model), "scale_learning_rates", None)
-    if scale_learning_rates is not None:
-        scale_learning_rates(optimizer)
-    return optimizer
-
-
-@contextmanager
-def _undecayed(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Let ``model.no_weight_decay()`` name these parameters too, in the block."""
+    # timm would take stacked biases for matrices, and decay them.
     attributes, own = vars(model), getattr(model, "no_weight_decay", set)
     before = attributes.get("no_weight_decay")
-    attributes["no_weight_decay"] = lambda: {*own(), *names}
+    attributes["no_weight_decay"] = lambda: {*own(), *(name for name, x in stacked.items() if x.ndim == 2)}
     try:
-        yield
+        optimizer = create_optimizer_v2(*call.args, **call.kwargs)
     finally:
         del attributes["no_weight_decay"]  # back to the method of the class
         if before is not None:
             attributes["no_weight_decay"] = before
+    scale_learning_rates = getattr(unwrapped(model), "scale_learning_rates", None)
+    if scale_learning_rates is not None:
+        scale_learning_rates(optimizer)
+    return optimizer
 
 
 @functools.wraps(adaptive_clip_grad)
@@ -312,18 +305,14 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 
 def install() -> None:
-    """Put the hooks in place, all of them or, if that fails, none; nothing is done where they are already."""
+    """Put the hooks in place, if they are not; where that fails, :func:`uninstall` takes off what is there."""
     if _undo:
         return
-    try:
-        wrap_functions()
-        for owner, name, wrap in _wrapped_methods():
-            _replace(owner, name, wrap(getattr(owner, name)))
-        for hook in (averaging.before_step, router_losses.before_step):
-            _undo.append(register_optimizer_step_pre_hook(hook).remove)
-    except BaseException:
-        uninstall()
-        raise
+    wrap_functions()
+    for owner, name, wrap in _wrapped_methods():
+        _replace(owner, name, wrap(getattr(owner, name)))
+    for hook in (averaging.before_step, router_losses.before_step):
+        _undo.append(register_optimizer_step_pre_hook(hook).remove)
 
 
 def uninstall() -> None:

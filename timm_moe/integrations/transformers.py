@@ -6,12 +6,12 @@ an :class:`ExpertCallback`.
 """
 
 import functools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..convert.blocks import moe_layers
 from ..convert.hooks import check_loaded_layers
@@ -48,32 +48,29 @@ class ExpertCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.averaging: ExpertWeightAveraging | None = None
-        self.members = 1  # M
-        self._handles: list[RemovableHandle] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = kwargs["model"]
-        ensembles = [module for module in model.modules() if hasattr(module, "forward_members")]
-        for ensemble in ensembles:
-            self.members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
-            self._handles.append(ensemble.register_forward_hook(_as_images))
-        if moe_layers(model) or not ensembles:
+        if moe_layers(model) or not _ensembles(model):
             self.averaging = start_averaging(model, kwargs["optimizer"], state.max_steps, state.global_step)
 
     def stop(self) -> None:
         """Stop averaging at the end of the run, or after an error."""
         if self.averaging is not None:
             self.averaging.remove()
-        for handle in self._handles:
-            handle.remove()
-        self.averaging, self.members, self._handles = None, 1, []
+        self.averaging = None
+
+
+def _ensembles(model: nn.Module) -> list[Any]:
+    """The ensembles inside a model; wrappers such as torch.compile's pass on attributes, but their classes do not."""
+    return [module for module in model.modules() if hasattr(type(module), "forward_members")]
 
 
 def _as_images(ensemble: nn.Module, args: Any, logits: Tensor) -> Tensor:
-    """Make the logits (B, M, C) of members, in training, logits of B M images; a forward hook."""
-    return logits.flatten(0, 1) if logits.ndim == 3 else logits
+    """Make the logits (B, M, C) of members logits of B M images; a forward hook."""
+    return logits.flatten(0, 1)
 
 
 def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
@@ -141,10 +138,13 @@ def _add_router_losses(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
-    if model.training and callback.members > 1:
-        inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(callback.members, 0)}
-        num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * callback.members
-    result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
+    with ExitStack() as hooks:
+        for ensemble in _ensembles(model) if model.training else ():
+            members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
+            hooks.enter_context(ensemble.register_forward_hook(_as_images))
+            inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
+            num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
+        result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
     if not model.training:
         return result
     loss, *outputs = result if return_outputs else (result,)
