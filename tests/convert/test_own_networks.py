@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from timm.layers import Mlp
+from timm.layers import DropPath, Mlp
 from torch import nn
 
 import timm_moe
@@ -174,8 +174,9 @@ def test_each_expert_computes_what_it_would_alone(network, training):
     torch.testing.assert_close(y.flatten(0, 1), expected)
 
 
-def test_noise_in_training_is_no_mixing():
-    model, x = convert(Noise).train(), torch.randn(3, 5, 8)
+@pytest.mark.parametrize("network", [Noise, lambda: Own(act=DropPath(0.5))])
+def test_noise_in_training_is_no_mixing(network):
+    model, x = convert(network).train(), torch.randn(3, 5, 8)
     assert not torch.equal(model(x), model(x))
 
 

@@ -21,8 +21,8 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
     Raises:
         ValueError: if the rule is unknown or asks for blocks that the model does not have.
     """
-    parts = moe_layers.split(",") if isinstance(moe_layers, str) else moe_layers
-    parts = [str(part).strip() for part in (parts if isinstance(parts, Iterable) else [parts])]
+    given = moe_layers.split(",") if isinstance(moe_layers, str) else moe_layers
+    parts = [str(part).strip() for part in (given if isinstance(given, Iterable) else [given])]
     rule, _, text = parts[0].rpartition("-") if parts else ("", "", "")
     if len(parts) == 1 and rule in ("every", "last", "tail") and text.isdecimal():
         allowed, number = range(1, depth, 2) if rule == "last" else range(depth), int(text)
