@@ -15,9 +15,9 @@ except ImportError as error:
 
 from .integrations import timm as timm_hooks
 
-# The hooks come before the models, whose training needs them, and go if those cannot be registered.
-timm_hooks.install()
+# The hooks come before the models, whose training needs them, and go if anything fails.
 try:
+    timm_hooks.install()
     from . import models as models
     from . import rivals as rivals
 except BaseException:

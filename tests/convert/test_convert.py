@@ -27,6 +27,7 @@ from timm_moe.convert.blocks import select_blocks
         ("tail-3", 12, [9, 10, 11]),
         ("1,3,5", 12, [1, 3, 5]),
         ((5, 1), 12, [1, 5]),
+        ("1,1", 12, [1]),
         (3, 12, [3]),
     ],
 )
@@ -61,7 +62,6 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"moe_layers": "tail-0"}, "n must lie between 1 and 4"),
         ({"moe_layers": "1,4"}, "names block 4, but the model has blocks 0 to 3"),
         ({"moe_layers": -1}, "names block -1"),
-        ({"moe_layers": "1,1"}, "names a block twice"),
         ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
         ({"num_experts": 2.0}, "num_experts must be an integer of at least 1, got 2.0"),
         ({"share_rate": 0.76}, r"share_rate must lie between 0 and \(E - 1\) / E = 0.75 for 4 experts, got 0.76"),

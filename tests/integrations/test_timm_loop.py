@@ -198,29 +198,6 @@ def test_first_steps_that_the_scaler_skips_are_not_counted(ewa_vit, caplog):
     assert averaging.updates == 9 - skipped
 
 
-@pytest.mark.parametrize("updates_per_epoch", [1, 3])
-@pytest.mark.parametrize("told_of_updates", [False, True])
-def test_an_epoch_that_the_scaler_skips_is_not_counted(ewa_vit, caplog, updates_per_epoch, told_of_updates):
-    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
-    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=4, updates_per_epoch=updates_per_epoch)
-    averaging = ExpertWeightAveraging.of(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with caplog.at_level(logging.INFO):
-        for epoch in range(3):
-            for batch in range(updates_per_epoch):
-                loss = ewa_vit(torch.randn(2, 3, 32, 32)).square().mean() * (1 if epoch == 2 else float("nan"))
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                if told_of_updates:
-                    scheduler.step_update(epoch * updates_per_epoch + batch + 1)
-            scheduler.step(epoch + 1)
-            assert averaging.updates == (updates_per_epoch if epoch == 2 else 0)
-    assert "continues" not in caplog.text
-    assert all(parameter._post_accumulate_grad_hooks in (None, {}) for parameter in ewa_vit.parameters())
-
-
 def test_a_second_scheduler_is_a_new_run(ewa_vit):
     optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.1)
     for epochs in (2, 20):  # nothing trained in between: the second one counts

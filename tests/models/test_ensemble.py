@@ -434,8 +434,6 @@ def test_a_stock_model_cannot_hold_an_ensemble(dense_vit):
     with pytest.raises(ValueError, match="a VisionTransformer does not"):
         timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2)
     timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2, ensemble="partitioning")
-    with pytest.raises(ValueError, match="has the expert layers of its ensemble already"):
-        timm_moe.convert_to_moe(ensemble(), router="top_k", moe_layers="0", ensemble_size=2)
 
 
 def test_saved_model_loads(tmp_path, images):

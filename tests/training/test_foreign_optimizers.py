@@ -135,16 +135,15 @@ def test_who_does_as_told_hears_nothing(ewa_vit, case, few_forwards):
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free SGD (arXiv 2405.15682): gradients are taken at y, steps are of z, and x is evaluated."""
 
-    def __init__(self, params, lr=0.1, beta=0.9, name="z"):
+    def __init__(self, params, lr=0.1, beta=0.9):
         super().__init__(params, dict(lr=lr, beta=beta, k=1))
-        self.name = name
 
     def _move(self, weight_of):
         with torch.no_grad():
             for group in self.param_groups:
                 for p in group["params"]:
-                    if self.name in self.state[p]:
-                        p.lerp_(self.state[p][self.name], weight_of(group["beta"]))
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight_of(group["beta"]))
 
     def eval(self):
         self._move(lambda beta: 1 - 1 / beta)
@@ -157,7 +156,7 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             group["k"] += 1
             for p in group["params"]:
-                z = self.state[p].setdefault(self.name, p.clone())
+                z = self.state[p].setdefault("z", p.clone())
                 p.lerp_(z, 1 / group["k"]).add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
                 z.sub_(p.grad, alpha=group["lr"])
 
@@ -210,16 +209,6 @@ def test_at_the_full_rate_schedule_free_experts_are_equal_in_evaluation(ewa_vit)
     assert spread(layers) < 1e-6
     optimizer.eval()
     assert spread(layers) < 1e-5
-
-
-def test_weights_for_evaluation_of_another_name_are_refused(ewa_vit):
-    layers = layers_alone(ewa_vit)
-    optimizer = ScheduleFree(layers.parameters(), name="base")
-    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=9)
-    layers(torch.randn(8, 4, 32)).square().mean().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="ScheduleFree keeps weights for evaluation that cannot be averaged"):
-        optimizer.step()
 
 
 class WithCopies(torch.optim.SGD):

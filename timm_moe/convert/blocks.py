@@ -1,11 +1,9 @@
 """The blocks of a model that a placement rule selects, and the expert layers in them."""
 
 import copy
-import gc
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import torch
 from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,31 +21,26 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
     Raises:
         ValueError: if the rule is unknown or asks for blocks that the model does not have.
     """
-    if isinstance(moe_layers, str):
-        rule, _, text = moe_layers.rpartition("-")
-        if rule in ("every", "last", "tail") and text.isdecimal():
-            allowed, number = range(1, depth, 2) if rule == "last" else range(depth), int(text)
-            if not 1 <= number <= len(allowed):
-                kind = "odd-numbered blocks" if rule == "last" else "blocks"
-                raise ValueError(
-                    f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {len(allowed)}, the number "
-                    f"of {kind} with an Mlp."
-                )
-            return list(allowed[number - 1 :: number] if rule == "every" else allowed[-number:])
-        parts: list[Any] = list(moe_layers.split(","))
-        blocks = [int(part) for part in parts if part.strip().isdecimal()]
-    else:
-        parts = list(moe_layers) if isinstance(moe_layers, Iterable) else [moe_layers]
-        blocks = [part for part in parts if type(part) is int]
-    if not parts or len(blocks) < len(parts):
+    given = moe_layers.split(",") if isinstance(moe_layers, str) else moe_layers
+    parts = [str(part).strip() for part in (given if isinstance(given, Iterable) else [given])]
+    rule, _, text = parts[0].rpartition("-") if parts else ("", "", "")
+    if len(parts) == 1 and rule in ("every", "last", "tail") and text.isdecimal():
+        allowed, number = range(1, depth, 2) if rule == "last" else range(depth), int(text)
+        if not 1 <= number <= len(allowed):
+            kind = "odd-numbered blocks" if rule == "last" else "blocks"
+            raise ValueError(
+                f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {len(allowed)}, the number "
+                f"of {kind} with an Mlp."
+            )
+        return list(allowed[number - 1 :: number] if rule == "every" else allowed[-number:])
+    if not parts or not all(part.removeprefix("-").isdecimal() for part in parts):
         raise ValueError(
             f"moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers such as '1,3,5', got {moe_layers!r}."
         )
+    blocks = {int(part) for part in parts}
     outside = [block for block in blocks if not 0 <= block < depth]
     if outside:
         raise ValueError(f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1}.")
-    if len(set(blocks)) < len(blocks):
-        raise ValueError(f"moe_layers names a block twice: {moe_layers!r}.")
     return sorted(blocks)
 
 
@@ -65,34 +58,18 @@ def unwrapped(model: Any) -> nn.Module:
     return unwrapped(model._orig_mod) if hasattr(model, "_orig_mod") else model
 
 
-def refuse_wrapped(model: nn.Module, path: str = "") -> None:
-    """Raise ValueError if a model, or a network of it, is wrapped: the wrapper would not know of the experts.
-
-    Some wrappers around a model cannot be seen from it. Where processes train together, their experts would drift
-    apart, so there all wrappers of the process are asked.
-    """
+def refuse_wrapped(model: nn.Module, path: str) -> None:
+    """Raise ValueError if a network, or a module around it, is wrapped: the wrapper would not know of the experts."""
     names = path.split(".")
-    around = [model.get_submodule(".".join(names[:depth])) if depth else model for depth in range(len(names))]
-    kind = next((type(module).__name__ for module in around if unwrapped(module) is not module), None)
-    if kind is None and any(hasattr(parameter, "placements") for parameter in model.get_submodule(path).parameters()):
-        kind = "fully_shard"
-    if kind is None and not path and torch.distributed.is_available() and torch.distributed.is_initialized():
-        kind = _wrapper_around(model)
-    if kind:
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
+    wrappers = [type(module).__name__ for module in around if unwrapped(module) is not module]
+    if any(hasattr(parameter, "placements") for parameter in model.get_submodule(path).parameters()):
+        wrappers.append("fully_shard")
+    if wrappers:
         raise ValueError(
-            f"{path or f'This {type(unwrapped(model)).__name__}'} is wrapped already, by {kind}, which would not know "
-            "of the experts: convert the model first, then wrap it."
+            f"{path} is wrapped already, by {wrappers[0]}, which would not know of the experts: convert the model "
+            "first, then wrap it."
         )
-
-
-def _wrapper_around(model: nn.Module) -> str | None:
-    gc.collect()  # wrappers that nobody has any more
-    for item in gc.get_objects():
-        kind = type(item)
-        is_wrapper = issubclass(kind, DistributedDataParallel) or kind.__name__ in _WRAPPERS_BY_NAME
-        if is_wrapper and any(module is model for module in item.modules()):
-            return kind.__name__
-    return None
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
@@ -127,17 +104,6 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
                 "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
             )
     return experts
-
-
-def require_in_one_process(model: nn.Module) -> None:
-    """Raise ValueError if parameters are spread over processes: one process alone would wait for the others."""
-    spread = [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]
-    if spread:
-        raise ValueError(
-            f"{spread[0]} is spread over processes (FSDP2): call get_model_state_dict(model, options="
-            "StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict in "
-            "all of them, and load what it returns into a model that is not sharded."
-        )
 
 
 def put(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, RecordingRouter, SharedExpertMlp
+from ..layers import EwaMlp, MoeMlp, SharedExpertMlp
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import ModelT, put, refuse_wrapped, select_blocks
@@ -93,7 +93,7 @@ def convert_to_moe(
         ValueError: if an option has another value or does not suit the router, the model has no block that can
             be converted or is wrapped (DDP, torch.compile, ...: convert first), or a network that ``modules`` names
             cannot be (it mixes rows, holds buffers, is used twice, ...); the model is then unchanged.
-        TypeError: if no router has an option of that name, or the router does not return a module.
+        TypeError: if no router has an option of that name.
     """
     spec = get_spec(router)
     check_integer("num_experts", num_experts, 1)
@@ -109,10 +109,12 @@ def convert_to_moe(
     chosen = _chosen_networks(model, moe_layers, modules)
     layers: dict[str, MoeMlp] = {}
     for path, ffn in chosen.items():
-        own_router = _make_router(spec, ffn, num_experts, path == list(chosen)[-1], router_options)
-        layers[path] = layer = spec.layer(ffn, own_router, num_experts, **layer_options)
-        if not isinstance(layer, MoeMlp):
-            raise TypeError(f"The layer of router {spec.name!r} is a {type(layer).__name__}, not a MoeMlp.")
+        is_last = path == list(chosen)[-1]
+        factory = spec.last_factory if is_last and spec.last_factory is not None else spec.factory
+        weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
+        with torch.device(weight.device):
+            own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
+        layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them
@@ -126,7 +128,6 @@ def _chosen_networks(
     model: nn.Module, moe_layers: str | int | Iterable[int] | None, modules: Modules | None
 ) -> dict[str, nn.Module]:
     """Find the networks of the chosen blocks by name; ValueError if one is an expert layer, or there are none."""
-    refuse_wrapped(model)
     networks = find_networks(model, modules)
     if not any(isinstance(network, nn.Module) for network in networks.values()):
         raise ValueError(
@@ -148,21 +149,3 @@ def _chosen_networks(
         if isinstance(ffn, nn.Module):
             check_weights(path, ffn)
     return chosen
-
-
-def _make_router(
-    spec: RouterSpec, ffn: nn.Module, num_experts: int, is_last: bool, options: dict[str, Any]
-) -> nn.Module:
-    """Make a router for the rows that a network takes, on its device and with its dtype."""
-    factory = spec.last_factory if is_last and spec.last_factory is not None else spec.factory
-    weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
-    with torch.device(weight.device):
-        router = factory(row_width(ffn), num_experts, **options)
-    if not isinstance(router, nn.Module):
-        raise TypeError(f"The router {spec.name!r} is a {type(router).__name__}, not a torch.nn.Module.")
-    inside = [type(module).__name__ for module in router.modules() if isinstance(module, RecordingRouter)]
-    if inside and not isinstance(router, RecordingRouter):
-        raise TypeError(
-            f"The router {spec.name!r} holds a {inside[0]}, whose losses nobody would find there: subclass it instead."
-        )
-    return router.to(weight.dtype)

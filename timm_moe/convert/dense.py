@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .blocks import moe_layers, put, require_in_one_process, unwrapped, whole_experts
+from .blocks import moe_layers, put, unwrapped, whole_experts
 from .gather import average, get_method
 from .hooks import remove_hooks
 
@@ -29,7 +29,6 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
             ones), or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
-    require_in_one_process(model)
     require_weights(model, or_none=True)
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # deepcopy leaves them alone
     for layer in memo.values():
@@ -42,13 +41,11 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 
     The model has no wrappers. If gathering fails at a later layer, the earlier ones stay dense.
     """
-    require_weights(model, or_none=True)
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
     for path, layer in layers.items():
-        whole_experts(layer)  # raises
         if layer.fused and method != "average":
             raise ValueError(
                 f"The experts in {path} are fused: they are one network, so method={method!r} has no place."
@@ -67,7 +64,17 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
 
 
 def require_weights(model: nn.Module, or_none: bool = False) -> None:
-    """Raise ValueError if weights are offloaded or were not loaded; ``or_none`` allows a model wholly on meta."""
+    """Raise ValueError if weights are spread over processes, which would wait for each other, or have no values.
+
+    ``or_none`` allows a model wholly on the meta device.
+    """
+    spread = [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]
+    if spread:
+        raise ValueError(
+            f"{spread[0]} is spread over processes (FSDP2): call get_model_state_dict(model, options="
+            "StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict in "
+            "all of them, and load what it returns into a model that is not sharded."
+        )
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if missing and (is_offloaded or not or_none or len(missing) < len(list(model.parameters()))):

@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.ops import MLP
 
 from ..layers import MoeMlp
-from .check import FFN_CLASSES, check_network, check_weights, computed_by, is_known
+from .check import FFN_CLASSES, check_network, computed_by, is_known
 from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
@@ -45,18 +45,16 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
         return _named(model, modules)
     found: dict[str, nn.Module | str] = {}
     for name, module in model.named_modules():
-        is_of_timm = bool(_TIMM_NAME.search(name)) and _is_known_of_timm(module)
         if isinstance(module, MoeMlp):
             found[name] = module
-        elif is_of_timm or _is_of_another_library(name, module):
-            path, network = (name, module) if is_of_timm else _place_and_network(name, module)
+        elif _is_of_timm(name, module) or _is_of_another_library(name, module):
+            path, network = _place_and_network(name, module)
             if isinstance(network, MoeMlp):
                 continue  # found under its own name
             found[path] = network
             try:
                 # One whose weights are computed is refused where it is chosen, and not passed over.
-                is_checked = not is_known(network) or next(network.buffers(), None) is not None
-                if is_checked and not any(map(computed_by, network.modules())):
+                if not is_known(network) and not any(map(computed_by, network.modules())):
                     check_network(model, path, network)
             except ValueError as error:
                 found[path] = str(error)
@@ -67,11 +65,9 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     return found
 
 
-def _is_known_of_timm(module: nn.Module) -> bool:
-    if any(map(computed_by, module.modules())):  # pruning and norms add buffers
-        return type(module) in FFN_CLASSES or computed_by(module) is not None
-    mixes = any(isinstance(child, nn.Conv2d) for child in module.children())
-    return type(module) in FFN_CLASSES and not mixes
+def _is_of_timm(name: str, module: nn.Module) -> bool:
+    is_known = type(module) in FFN_CLASSES and not any(isinstance(child, nn.Conv2d) for child in module.children())
+    return bool(_TIMM_NAME.search(name)) and (is_known or computed_by(module) is not None)
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
@@ -91,9 +87,9 @@ def _first_part(module: nn.Module) -> str:
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """Return a network and its place, for a block the place of its first part."""
     first = _first_part(module)
-    path = ".".join(filter(None, (name, first)))
-    if not first or isinstance(getattr(module, first), MoeMlp):
-        return path, getattr(module, first) if first else module
+    path, network = ".".join(filter(None, (name, first))), module.get_submodule(first)
+    if not first or isinstance(network, MoeMlp):
+        return path, network
     if isinstance(module, nn.TransformerEncoderLayer):
         return path, EncoderLayerFfn(module)
     takes_residual = "input_tensor" in inspect.signature(module.get_submodule("output").forward).parameters
@@ -112,7 +108,6 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
         if outer is not None:
             raise ValueError(f"modules names {path} and {outer}, of which one is inside the other.")
         if not isinstance(network, MoeMlp):
-            check_weights(path, network)
             check_network(model, path, network)
     return {**places}
 
@@ -122,10 +117,7 @@ def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
     if callable(modules):
         names = [name for name, module in everything.items() if modules(name, module)]
     elif isinstance(modules, str):
-        try:
-            names = [name for name in everything if re.fullmatch(modules, name)]
-        except re.error as error:
-            raise ValueError(f"modules={modules!r} is not a regular expression: {error}.") from error
+        names = [name for name in everything if re.fullmatch(modules, name)]
     else:
         names = list(modules)
         missing = [name for name in names if name not in everything]

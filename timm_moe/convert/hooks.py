@@ -41,16 +41,10 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 def check_loaded_layers(model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Raise ValueError if a checkpoint has experts in other layers than the model; a load-state-dict pre-hook.
+    """Raise ValueError if a checkpoint has experts in some of the model's layers only; a load-state-dict pre-hook.
 
     The weights of a dense model may become every expert's. They have no routers, which stay as they are.
     """
-    for name, parameter in model.named_parameters(prefix.rstrip(".")):
-        loaded = state_dict.get(name)
-        if loaded is not None and loaded.shape[1:] == parameter.shape and loaded.ndim > parameter.ndim:
-            raise ValueError(
-                f"The checkpoint has {len(loaded)} experts in {name}, where the model is dense: use its moe_layers."
-            )
     experts = {prefix + name: stacked.ndim for name, stacked in expert_parameters(model).items()}
     loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
     dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name]]

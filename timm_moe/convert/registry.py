@@ -22,7 +22,6 @@ from ..layers import (
     TopKRouter,
 )
 from ..layers.checks import check_choice, check_flag, check_integer, check_number
-from .blocks import moe_layers
 
 #: Maps the width D of the rows and the number of experts E to a router.
 MakeRouter = Callable[[int, int], nn.Module]
@@ -100,8 +99,6 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     """
     if spec.name in _registered:
         raise ValueError(f"There is a router {spec.name!r} already.")
-    for name in spec.options.keys() & spec.layer_options.keys():
-        raise ValueError(f"{name} is an option of the layer already, so {spec.name!r} cannot have one of that name.")
     for name in spec.defaults().keys() & {*_COMMON, "model", "dim"}:
         raise ValueError(f"{name} is an option of every router, so {spec.name!r} cannot have one of that name.")
     _registered[spec.name] = spec
@@ -125,8 +122,6 @@ def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
         return router
     if isinstance(router, str) and router in _registered:
         return _registered[router]
-    if isinstance(router, nn.Module):
-        raise ValueError(f"router is a {type(router).__name__}, but each layer needs one of its own: give the class.")
     if callable(router):
         return RouterSpec(getattr(router, "__name__", "router"), router)
     raise ValueError(
@@ -209,9 +204,9 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
             f"routing_unit='image' lets the first token of an image choose, which in this {kind} is not the class "
             f"token; it is in {known}."
         )
-    if size == 1 and ensemble != "pbe":
-        raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
     if size == 1:
+        if ensemble != "pbe":
+            raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
         return
     if ensemble == "multi_head" and size != options["top_k"]:
         raise ValueError(
@@ -227,8 +222,6 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
             f"ensemble_size={size} needs a model that repeats its images for the members of the ensemble, as "
             f"vmoe_pbe_* do; a {kind} does not."
         )
-    if moe_layers(model):
-        raise ValueError(f"This {kind} has the expert layers of its ensemble already.")
 
 
 register_router(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Function(nn.Module):
@@ -88,11 +89,6 @@ class EncoderLayerFfn(SplitFfn):
 
     def __init__(self, block: nn.TransformerEncoderLayer):
         super().__init__(block, "linear1", "activation", "dropout", "linear2")
-        self.fused_activation: Any = block.activation_relu_or_gelu  # 0: no fast path, 1: ReLU, 2: GELU
-        self.fused_as = self._activation()
-
-    def _activation(self) -> tuple[Any, str]:
-        return getattr(self.activation, "function", None), repr(self.activation)
 
     def install(self, model: nn.Module, block: Any, layer: nn.Module) -> None:
         super().install(model, block, layer)
@@ -103,8 +99,10 @@ class EncoderLayerFfn(SplitFfn):
 
     def restore(self, model: nn.Module, block: Any) -> None:
         super().restore(model, block)
-        # The fast path computes the activation of this number; experts may have got another one.
-        block.activation_relu_or_gelu = self.fused_activation if self._activation() == self.fused_as else 0
+        activation = block.activation  # experts may have got another one
+        is_relu = activation is F.relu or isinstance(activation, nn.ReLU)
+        is_gelu = activation is F.gelu or isinstance(activation, nn.GELU)
+        block.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0  # as torch does; 0: no fast path
         for encoder in _encoders_of(model, block):
             if all(isinstance(layer.linear1, nn.Linear) for layer in encoder.layers):
                 encoder.use_nested_tensor = vars(encoder).pop("use_nested_tensor_when_dense")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
 from ..console import printable
-from ..convert.blocks import copy_sharing_tensors, moe_layers, require_in_one_process, unwrapped
+from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
@@ -204,7 +204,7 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
         _logger.info("Loading %s ...", source)
         return unwrapped(load_source(source, settings.spec, settings.use_ema))
     model = timm_model_in(unwrapped(source))
-    require_in_one_process(model)
+    require_weights(model)
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
     if not is_of_timm(model):

@@ -90,11 +90,8 @@ class ExpertCallback(Callback):
         averaging = next(filter(None, map(ExpertWeightAveraging.of, trainer.optimizers)), None)
         pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._run.close()
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._run.close()  # a Tuner's search ends here
+        self._run.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True
@@ -110,21 +107,18 @@ class ExpertCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
         states = state_dict["random_states"]
-        processes = distributed.get_world_size() if is_distributed() else 1
-        if not self._fitting:
-            return
-        if len(states) != processes:
+        rank, processes = (distributed.get_rank(), distributed.get_world_size()) if is_distributed() else (0, 1)
+        if self._fitting and len(states) == processes:
+            _set_random_state(states[rank])
+        elif self._fitting:
             rank_zero_warn(
                 f"The checkpoint holds the random state of {len(states)} processes and this run has {processes}, so it "
                 "draws other random numbers than the run that it continues."
             )
-            return
-        _set_random_state(states[distributed.get_rank() if is_distributed() else 0])
 
     def _wrap(self, pl_module: LightningModule, name: str, function: Any) -> None:
         """Replace a hook of the module, and of its copies, by a function of the module, the hook and its arguments."""
         own = vars(pl_module).get(name)  # of torch.compile
-        own = getattr(own, "own", own)  # of a copy that was made in training
 
         @functools.wraps(own or getattr(type(pl_module), name))
         def hook(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +130,6 @@ class ExpertCallback(Callback):
             if own is not None:
                 vars(pl_module)[name] = own
 
-        hook.own = own  # type: ignore[attr-defined]
         vars(pl_module)[name] = MethodType(hook, pl_module)
 
 

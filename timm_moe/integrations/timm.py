@@ -15,10 +15,10 @@ Every optimizer step is preceded by the ``before_step`` functions of :mod:`timm_
 
 import functools
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,7 +42,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..convert.blocks import expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
-from ..training import averaging, epoch_log, router_losses, step_checks
+from ..training import averaging, epoch_log, router_losses
 from ..training.averaging import ExpertWeightAveraging
 from ..training.optimizers import is_first_time, is_primary, layers_of_trained_experts
 
@@ -67,28 +67,20 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
         if is_primary():
             _logger.info("Muon leaves the experts to its fallback, since their matrices are stacked.")
-    with _undecayed(model, {name for name, parameter in stacked.items() if parameter.ndim == 2}):
+    # timm would take stacked biases for matrices, and decay them.
+    attributes, own = vars(model), getattr(model, "no_weight_decay", set)
+    before = attributes.get("no_weight_decay")
+    attributes["no_weight_decay"] = lambda: {*own(), *(name for name, x in stacked.items() if x.ndim == 2)}
+    try:
         optimizer = create_optimizer_v2(*call.args, **call.kwargs)
+    finally:
+        del attributes["no_weight_decay"]  # back to the method of the class
+        if before is not None:
+            attributes["no_weight_decay"] = before
     scale_learning_rates = getattr(unwrapped(model), "scale_learning_rates", None)
     if scale_learning_rates is not None:
         scale_learning_rates(optimizer)
     return optimizer
-
-
-@contextmanager
-def _undecayed(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Let ``model.no_weight_decay()`` name these parameters too, in the block."""
-    if not names:
-        yield
-        return
-    attributes, own = vars(model), getattr(model, "no_weight_decay", set)
-    before = {name: value for name, value in attributes.items() if name == "no_weight_decay"}
-    attributes["no_weight_decay"] = lambda: {*own(), *names}
-    try:
-        yield
-    finally:
-        del attributes["no_weight_decay"]  # back to the method of the class
-        attributes.update(before)
 
 
 @functools.wraps(adaptive_clip_grad)
@@ -142,22 +134,7 @@ class _RunAveraging(ExpertWeightAveraging):
     def __init__(self, layers: Iterable[MoeMlp], optimizer: Optimizer, num_epochs: int, updates_per_epoch: int):
         super().__init__(nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch)
         self.updates_per_epoch = updates_per_epoch
-        self._has_begun = False
         self._updates_before = self.updates  # at the end of the last epoch
-        # A GradScaler may skip the first steps, but the first gradient always comes.
-        self._first_gradients = [
-            stacked.register_post_accumulate_grad_hook(self._begin) for _, stacked in self._experts_due(optimizer)[:1]
-        ]
-
-    def _begin(self, stacked: Tensor) -> None:
-        self._has_begun = True
-        for handle in self._first_gradients:
-            handle.remove()
-
-    def remove(self) -> None:
-        super().remove()
-        for handle in self._first_gradients:
-            handle.remove()
 
     def layers(self) -> list[MoeMlp]:
         return [layer for layer in living(MoeMlp) if layer.share_rate]
@@ -165,7 +142,7 @@ class _RunAveraging(ExpertWeightAveraging):
     def end_epoch(self, optimizer: Optimizer) -> None:
         """Warn once of an epoch of fewer optimizer steps than ``updates_per_epoch``, as if batches were counted."""
         taken, self._updates_before = self.updates - self._updates_before, self.updates
-        if self._has_begun and 0 < taken <= self.updates_per_epoch / 2 and is_first_time(optimizer, "short epoch"):
+        if self.started and 0 < taken <= self.updates_per_epoch / 2 and is_first_time(optimizer, "short epoch"):
             _logger.warning(
                 f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given updates_per_epoch="
                 f"{self.updates_per_epoch}, so the share rate's schedule will not reach its end: count the optimizer's "
@@ -174,7 +151,7 @@ class _RunAveraging(ExpertWeightAveraging):
 
     def seek_start(self, updates: int) -> None:
         """Take the position of the scheduler for the start of the run, if training has not begun."""
-        if not self._has_begun and updates % self.updates_per_epoch == 0:  # runs start with an epoch
+        if updates % self.updates_per_epoch == 0:  # runs start with an epoch
             self.seek(updates)
 
 
@@ -300,17 +277,11 @@ def add_module(module: ModuleType) -> None:
 
 def wrap_functions() -> None:
     """Wrap timm's functions wherever they are, also in a script that already imported them."""
-    functions = (
-        (create_optimizer_v2, _create_optimizer_v2),
-        (create_scheduler_v2, _create_scheduler_v2),
-        (adaptive_clip_grad, _adaptive_clip_grad),
-        (update_summary, _update_summary),
-    )
-    for module in list(sys.modules.values()):
-        for original, wrapper in functions:
-            name = original.__name__
-            if module is not sys.modules[__name__] and getattr(module, "__dict__", {}).get(name) is original:
-                _replace(module, name, wrapper)
+    wrappers: list[Any] = [_create_optimizer_v2, _create_scheduler_v2, _adaptive_clip_grad, _update_summary]
+    others = [module for name, module in list(sys.modules.items()) if name != __name__]
+    for module, wrapper in itertools.product(others, wrappers):
+        if getattr(module, "__dict__", {}).get(wrapper.__name__) is wrapper.__wrapped__:
+            _replace(module, wrapper.__name__, wrapper)
 
 
 def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
@@ -334,18 +305,14 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 
 def install() -> None:
-    """Put the hooks in place, all of them or, if that fails, none; nothing is done where they are already."""
+    """Put the hooks in place, if they are not; where that fails, :func:`uninstall` takes off what is there."""
     if _undo:
         return
-    try:
-        wrap_functions()
-        for owner, name, wrap in _wrapped_methods():
-            _replace(owner, name, wrap(getattr(owner, name)))
-        for hook in (averaging.before_step, step_checks.before_step, router_losses.before_step):
-            _undo.append(register_optimizer_step_pre_hook(hook).remove)
-    except BaseException:
-        uninstall()
-        raise
+    wrap_functions()
+    for owner, name, wrap in _wrapped_methods():
+        _replace(owner, name, wrap(getattr(owner, name)))
+    for hook in (averaging.before_step, router_losses.before_step):
+        _undo.append(register_optimizer_step_pre_hook(hook).remove)
 
 
 def uninstall() -> None:

@@ -48,24 +48,29 @@ class ExpertCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.averaging: ExpertWeightAveraging | None = None
-        self.member_losses: ExitStack | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = kwargs["model"]
-        has_members = any(hasattr(module, "forward_members") for module in model.modules())
-        self.member_losses = ExitStack() if has_members else None
-        if moe_layers(model) or not has_members:
+        if moe_layers(model) or not _ensembles(model):
             self.averaging = start_averaging(model, kwargs["optimizer"], state.max_steps, state.global_step)
 
     def stop(self) -> None:
         """Stop averaging at the end of the run, or after an error."""
         if self.averaging is not None:
             self.averaging.remove()
-        if self.member_losses is not None:
-            self.member_losses.close()
-        self.averaging = self.member_losses = None
+        self.averaging = None
+
+
+def _ensembles(model: nn.Module) -> list[Any]:
+    """The ensembles inside a model; wrappers such as torch.compile's pass on attributes, but their classes do not."""
+    return [module for module in model.modules() if hasattr(type(module), "forward_members")]
+
+
+def _as_images(ensemble: nn.Module, args: Any, logits: Tensor) -> Tensor:
+    """Make the logits (B, M, C) of members logits of B M images; a forward hook."""
+    return logits.flatten(0, 1)
 
 
 def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
@@ -89,13 +94,7 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
     state_dict = {name: tensor for file in files for name, tensor in load_file(require_file(file)).items()}
     _take_saved_names(model, state_dict)
-    try:
-        model.load_state_dict(state_dict)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{folder} does not fit this {type(model).__name__}: convert it by the options with which it was saved. "
-            f"{error}"
-        ) from error
+    model.load_state_dict(state_dict)
 
 
 def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> None:
@@ -139,9 +138,13 @@ def _add_router_losses(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
-    if callback.member_losses is not None:
-        _take_members(trainer, model, callback.member_losses)
-    result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
+    with ExitStack() as hooks:
+        for ensemble in _ensembles(model) if model.training else ():
+            members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
+            hooks.enter_context(ensemble.register_forward_hook(_as_images))
+            inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
+            num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
+        result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
     if not model.training:
         return result
     loss, *outputs = result if return_outputs else (result,)
@@ -170,34 +173,6 @@ def _stop_at_the_end(train: Any, trainer: Trainer, callback: ExpertCallback, *ar
         return train(trainer, *args, **kwargs)
     finally:
         callback.stop()
-
-
-def _take_members(trainer: Any, model: nn.Module, stack: ExitStack) -> None:
-    """Let the losses of a Trainer and its model take the outputs of members, until the stack is closed."""
-    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    places: list[Any] = [(trainer, "compute_loss_func", _of_outputs), (trainer, "label_smoother", _of_outputs)]
-    for owner, name, of_members in [*places, *((part, "loss_function", _of_logits) for part in models)]:
-        loss = getattr(owner, name)
-        if loss is not None and getattr(loss, "func", None) is not of_members:
-            setattr(owner, name, functools.partial(of_members, loss))
-            stack.callback(setattr, owner, name, loss)
-
-
-def _of_logits(loss: Any, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if logits.ndim == 3:
-        labels, logits = labels.repeat_interleave(logits.shape[1], 0), logits.flatten(0, 1)
-    return loss(labels, logits, *args, **kwargs)
-
-
-def _of_outputs(loss: Any, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-    is_dict = isinstance(outputs, dict)
-    logits = outputs["logits"] if is_dict else outputs[0]
-    if logits.ndim == 3:
-        members, flat = logits.shape[1], logits.flatten(0, 1)
-        outputs = type(outputs)({**outputs, "logits": flat}) if is_dict else (flat, *outputs[1:])
-        labels = labels.repeat_interleave(members, 0)
-        num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
-    return loss(outputs, labels, num_items_in_batch=num_items_in_batch, **kwargs)
 
 
 @_wrap("_load_from_checkpoint")

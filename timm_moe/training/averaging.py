@@ -18,7 +18,9 @@ from .optimizers import (
     is_primary,
     layers_of_trained_experts,
     parameter_ids,
+    refuse_dense,
     require_parameters,
+    trained_layers,
     with_hooks,
 )
 from .placement import local_part
@@ -118,30 +120,22 @@ def state_updates(optimizer: Optimizer, updates: int) -> None:
         group[UPDATES] = updates
 
 
-def _averageable(layer: MoeMlp) -> list[nn.Parameter]:
+def _averageable(layer: MoeMlp) -> list[Tensor]:
     """The stacked parameters of a layer, (E, ...); ValueError if one cannot be averaged in place."""
-    experts: list[nn.Parameter] = []
-    for name, stacked in whole_experts(layer).items():
-        if not isinstance(stacked, nn.Parameter):
-            raise ValueError(
-                f"{name} of the experts in {layer.path or 'an expert layer'} is computed from other parameters, so it "
-                "cannot be averaged: take the pruning or norm off (torch.nn.utils.prune.remove, remove_weight_norm, "
-                "remove_spectral_norm, parametrize.remove_parametrizations), or train without averaging (share_rate=0)."
-            )
-        if stacked.is_meta:
-            raise ValueError(
-                f"{name} of the experts in {layer.path or 'an expert layer'} has no values to average, since it is on "
-                "the meta device: load the model, or take accelerate's offloading off."
-            )
-        local_part(stacked)  # raises
-        experts.append(stacked)
+    experts = whole_experts(layer)
+    computed = [name for name, stacked in experts.items() if not isinstance(stacked, nn.Parameter)]
     adapted = layer.adapted()
-    if adapted:
+    if computed or adapted:
+        name, what = (computed[0], "is computed from other parameters") if computed else (adapted[0], "has adapters")
         raise ValueError(
-            f"{adapted[0]} of the experts in {layer.path or 'an expert layer'} has adapters, which cannot be averaged: "
-            "merge first, model = model.merge_and_unload(), or train them without averaging (share_rate=0)."
+            f"{name} of the experts in {layer.path or 'an expert layer'} {what}, which cannot be averaged: take the "
+            "pruning or norm off (torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm, "
+            "parametrize.remove_parametrizations), merge adapters, model = model.merge_and_unload(), or train without "
+            "averaging (share_rate=0)."
         )
-    return experts
+    for stacked in experts.values():
+        local_part(stacked)  # raises
+    return list(experts.values())
 
 
 class ExpertWeightAveraging:
@@ -170,8 +164,8 @@ class ExpertWeightAveraging:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
         ValueError: on arguments out of range, a share rate beside a function, an optimizer whose steps cannot be
             followed, that trains none of the model's experts or has its averaging already, or experts that cannot be
-            averaged in place, see :func:`average_experts_`. If they change so later, or the optimizer turns out to keep
-            weights that cannot be averaged, the next step raises before it moves a weight.
+            averaged in place, see :func:`average_experts_`. If they change so later, the next step raises before it
+            moves a weight.
 
     Attributes:
         share_rate: the rate of the last averaging in the first layer, 0 before the first.
@@ -201,10 +195,10 @@ class ExpertWeightAveraging:
         self.started = False
         self._layers = [weakref.ref(layer) for layer in moe_layers(model).values()]
         self._share_rate, self._schedule = share_rate, schedule
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Any = weakref.ref(optimizer)
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: list[Optimizer] = []  # that have begun since the outermost one, which is the first
-        self._due: list[tuple[float, nn.Parameter]] = []  # at the end of that step
+        self._due: list[tuple[float, Tensor]] = []  # at the end of that step
         layers = layers_of_trained_experts(optimizer, self.layers())
         for layer in layers or self.layers():
             _averageable(layer)  # raises
@@ -220,9 +214,7 @@ class ExpertWeightAveraging:
         register(self)
         if is_primary():
             experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
-            rate, course = self._stated(layers[0])
-            is_named = isinstance(course, str)
-            course = f"{rate:g}, schedule {course}" if is_named else f"by {getattr(course, '__name__', 'a function')}"
+            course = "by a function" if callable(schedule) else "{:g}, schedule {}".format(*self._stated(layers[0]))
             after = f", continuing after update {self.updates}" if self.updates else ""
             _logger.info(
                 f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, share rate "
@@ -239,12 +231,6 @@ class ExpertWeightAveraging:
                 return averaging
         return None
 
-    @classmethod
-    def during(cls, optimizer: Optimizer) -> "list[ExpertWeightAveraging]":
-        """The averagings in which a step of this optimizer ends; the step may be a part of another optimizer's."""
-        own = cls.of(optimizer)
-        return [averaging for averaging in living(ExpertWeightAveraging) if averaging is own or averaging._steps]
-
     def layers(self) -> list[MoeMlp]:
         """The expert layers that are averaged as long as the optimizer trains their experts."""
         return [layer for reference in self._layers if (layer := reference()) is not None]
@@ -258,9 +244,8 @@ class ExpertWeightAveraging:
         return self._updates if self._updates in counts else max(counts, default=self._updates)
 
     def _count(self, updates: int) -> None:
-        self._updates, optimizer = updates, self._optimizer()
-        if optimizer is not None:
-            state_updates(optimizer, updates)
+        self._updates = updates
+        state_updates(self._optimizer(), updates)
 
     def seek(self, updates: int) -> None:
         """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
@@ -288,26 +273,19 @@ class ExpertWeightAveraging:
         self._follow(optimizer)
         self._steps.append(optimizer)
 
-    def _experts_due(self, optimizer: Optimizer) -> list[tuple[float, nn.Parameter]]:
+    def _experts_due(self, optimizer: Optimizer) -> list[tuple[float, Tensor]]:
         """The parameters to average at the end of the step that begins, with their rates."""
         trained = parameter_ids(optimizer)
         layers = layers_of_trained_experts(optimizer, self.layers())
         rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
-        due: dict[int, tuple[float, nn.Parameter]] = {}
+        due: dict[int, tuple[float, Tensor]] = {}
         for layer, rate in zip(layers, rates, strict=True):
             for stacked in _averageable(layer):
                 if id(stacked) in trained and stacked.requires_grad:
                     due.setdefault(id(stacked), (rate, stacked))
-        if callable(getattr(optimizer, "train", None)):  # it changes between weights for training and for evaluation
-            for _, stacked in due.values():
-                if optimizer.state.get(stacked) and not self._other_sequences(stacked):
-                    raise ValueError(
-                        f"{type(optimizer).__name__} keeps weights for evaluation that cannot be averaged, as its "
-                        "state has no z: take an optimizer of the package schedulefree, or set share_rate=0."
-                    )
         return list(due.values())
 
-    def _other_sequences(self, stacked: nn.Parameter) -> list[Tensor]:
+    def _other_sequences(self, stacked: Tensor) -> list[Tensor]:
         """The weights beside a parameter in the optimizers' state that would undo its averaging.
 
         Schedule-free optimizers keep x, y and z, others a wider copy of each narrow parameter.
@@ -366,7 +344,34 @@ def _is_wider_copy(other: Tensor, stacked: Tensor) -> bool:
 
 @torch.compiler.disable  # the step of an optimizer may be compiled
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let the averaging of an optimizer, if there is one, follow its step; a pre-hook of every optimizer."""
-    averaging = ExpertWeightAveraging.of(optimizer)
+    """Let the averaging of an optimizer follow its step, and check its experts; a pre-hook of every optimizer's step.
+
+    Raises:
+        ValueError: if the optimizer or its state belongs to the dense model, or the experts cannot be averaged.
+    """
+    averaging, layers = ExpertWeightAveraging.of(optimizer), living(MoeMlp)
     if averaging is not None:
         averaging._begin_step(optimizer)
+    for layer in trained_layers(optimizer, layers):
+        layer.forwards_since_step = 0
+    _warn_without_averaging(optimizer, averaging, layers)
+    refuse_dense(optimizer, layers)
+
+
+def _warn_without_averaging(optimizer: Optimizer, own: ExpertWeightAveraging | None, layers: list[MoeMlp]) -> None:
+    """Warn once of experts that have a share rate and are trained, but not averaged."""
+    # The step may be a part of another optimizer's.
+    averagings = [averaging for averaging in living(ExpertWeightAveraging) if averaging is own or averaging._steps]
+    averaged = {id(layer) for averaging in averagings for layer in averaging.layers()}
+    left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
+    flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
+    names = [layer.path or "an expert layer" for layer in (*layers_of_trained_experts(optimizer, left_out), *flat)]
+    if names and is_first_time(optimizer, "not averaged"):
+        _logger.warning(
+            "EWA: nothing averages the experts that this optimizer trains, though they have a share rate (in "
+            f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), pass "
+            "updates_per_epoch to timm's create_scheduler_v2, or give Hugging Face's Trainer or Lightning an "
+            "ExpertCallback of timm_moe.integrations. If you call average_experts_ yourself, want no averaging, "
+            "or train adapters, set share_rate=0. If FullyShardedDataParallel holds them in flat pieces, take "
+            "fully_shard (FSDP2) with timm_moe.expert_placement."
+        )

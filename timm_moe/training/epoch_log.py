@@ -14,7 +14,6 @@ from ..layers import MoeMlp
 from ..layers.living import living
 from .averaging import ExpertWeightAveraging
 from .optimizers import trained_layers
-from .router_losses import by_block
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
 
     Nothing is written if the optimizer trains no experts. Errors become warnings: they must not end a run.
     """
-    layers = sorted(trained_layers(optimizer, living(MoeMlp)), key=by_block)
+    layers = trained_layers(optimizer, living(MoeMlp))
     if not layers:
         return
     averaging = ExpertWeightAveraging.of(optimizer)
@@ -37,21 +36,11 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
         statistics[layer.path or "experts"] = {"spread": relative_distance_to_mean(layer), **routing}
     share_rate = None if averaging is None else averaging.share_rate
     try:
-        epochs = [entry for entry in _epochs_so_far(folder) if entry["epoch"] < epoch]
+        epochs = [entry for entry in read_epochs(folder) if entry["epoch"] < epoch]
         epochs.append({"epoch": epoch, "share_rate": share_rate, "layers": statistics})
         write_json(folder / FILE, {"epochs": epochs})
     except (OSError, ValueError) as error:
         _logger.warning("The experts' statistics of epoch %s are not in %s: %s", epoch, folder / FILE, error)
-
-
-def _epochs_so_far(folder: Path) -> list[dict[str, Any]]:
-    """The epochs of the file; a damaged file is moved aside."""
-    try:
-        return read_epochs(folder)
-    except ValueError as error:
-        aside = (folder / FILE).replace(folder / f"{FILE}.damaged")
-        _logger.warning("%s It is now %s, and a new file begins.", error, aside)
-        return []
 
 
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
@@ -71,13 +60,8 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         epochs = json.loads(read_text(file))["epochs"]
-        for entry in epochs:
-            numbers = [entry["share_rate"]]
-            for layer in entry["layers"].values():
-                losses, load = layer.get("losses", {}), layer.get("load", [])
-                numbers += [layer["spread"], layer.get("dropped"), *losses.values(), *load]
-            if type(entry["epoch"]) is not int or {type(number) for number in numbers} - {int, float, type(None)}:
-                raise TypeError("expected a number")
+        if not all({"epoch", "share_rate", "layers"} <= entry.keys() for entry in epochs):
+            raise KeyError("an epoch lacks an entry")
         return sorted(epochs, key=lambda entry: entry["epoch"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: it is not the list of epochs that training writes.") from error

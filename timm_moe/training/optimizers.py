@@ -19,16 +19,12 @@ def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMl
 def layers_of_trained_experts(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> list[MoeMlp]:
     """Select the layers whose experts are among the optimizer's parameters, or are computed from some of them."""
     trained = parameter_ids(optimizer)
-    return [layer for layer in layers if any(id(source) in trained for source in _sources(layer))]
 
+    def are_trained(layer: MoeMlp) -> bool:
+        others = ("router", "shared")
+        return any(id(p) in trained for name, p in layer.named_parameters() if name.partition(".")[0] not in others)
 
-def _sources(layer: MoeMlp) -> list[nn.Parameter]:
-    """The parameters that the experts of a layer are, or are computed from."""
-    experts = [stacked for _, stacked in layer.named_expert_parameters()]
-    if all(isinstance(stacked, nn.Parameter) for stacked in experts) and not layer.adapted():
-        return experts
-    own = layer.named_parameters()
-    return [parameter for name, parameter in own if name.partition(".")[0] not in ("router", "shared")]
+    return list(filter(are_trained, layers))
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:
@@ -44,6 +40,27 @@ def require_parameters(optimizer: Optimizer, model: nn.Module) -> None:
             "ones, they would undo the averaging: call timm_moe.average_experts_(model, rate) after each step and copy "
             "the averaged weights back into them."
         )
+
+
+def refuse_dense(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> None:
+    """Raise ValueError if an optimizer, or the state that it loaded, belongs to the dense model."""
+    held, trained = parameter_ids(optimizer), layers_of_trained_experts(optimizer, layers)
+    for layer in layers:
+        is_frozen = not any(stacked.requires_grad for _, stacked in layer.named_expert_parameters())
+        replaced = any(id(parameter) in held for reference in layer.replaced if (parameter := reference()) is not None)
+        if replaced and not is_frozen and layer not in trained:
+            raise ValueError(
+                f"This optimizer is older than the experts in {layer.path}: it holds the dense weights whose place "
+                "they took, and would leave them untrained. Create it from the model's parameters after convert_to_moe."
+            )
+    for stacked in (stacked for layer in trained for _, stacked in layer.named_expert_parameters()):
+        state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for other processes' parts
+        moment = state.get("exp_avg", state.get("momentum_buffer"))
+        if moment is not None and moment.shape == stacked.shape[1:]:  # fused steps would write beyond its end
+            raise ValueError(
+                "The optimizer's state that was loaded is that of a dense model, not of its experts: begin with a new "
+                "one (train.py --no-resume-opt)."
+            )
 
 
 def with_hooks(optimizer: Any) -> Optimizer:

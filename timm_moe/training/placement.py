@@ -1,10 +1,10 @@
 """Expert models that outgrow one device: which part of the experts each process holds under FSDP2."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..convert.blocks import expert_parameters
 
@@ -24,11 +24,10 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     from torch.distributed.tensor import Shard
 
     # Weak references: once sharded, the whole parameters must not stay in memory.
-    experts = {id(stacked): weakref.ref(stacked) for stacked in expert_parameters(model).values()}
+    experts = WeakIdKeyDictionary(dict.fromkeys(expert_parameters(model).values()))
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        expert = experts.get(id(parameter))
-        if expert is None or expert() is not parameter or parameter.ndim < 2:
+        if parameter not in experts or parameter.ndim < 2:
             return None
         return Shard(max(range(1, parameter.ndim), key=lambda dim: parameter.shape[dim]))
 

@@ -181,7 +181,7 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
 
 def log_epoch(optimizer: Optimizer) -> None:
     """Log the summary of each router that the optimizer trains, and start new averages; done at the end of an epoch."""
-    for layer in sorted(trained_layers(optimizer, living(MoeMlp)), key=by_block):
+    for layer in trained_layers(optimizer, living(MoeMlp)):
         totals = getattr(layer.router, "totals", None)
         if totals is not None and not totals.complete:
             totals.warn_if_not_finite(layer)
@@ -193,8 +193,3 @@ def log_epoch(optimizer: Optimizer) -> None:
 def routed_layers(model: nn.Module) -> list[Any]:
     """The expert layers of a model, however wrapped, whose routers have losses."""
     return [layer for layer in moe_layers(model).values() if isinstance(layer.router, RecordingRouter)]
-
-
-def by_block(layer: MoeMlp) -> list[Any]:
-    """Sort key: blocks by number."""
-    return [int(part) if part.isdecimal() else -1 for part in layer.path.split(".")]
