@@ -375,7 +375,8 @@ def test_shapes_of_no_and_too_many_dimensions():
     assert tile([], [3, 0])
     assert not tile([], [-1])
     assert not tile([((0, 1.5),)], [1.5])
-    assert not tile([((0, 1),) * 99], [1] * 99)
+    with pytest.raises(ValueError, match="dimension"):
+        tile([((0, 1),) * 99], [1] * 99)
 
 
 def test_slices_with_steps_are_refused(copy):
@@ -400,12 +401,3 @@ def test_weights_that_are_not_finite(copy, value):
     with pytest.raises(ValueError, match="array head/bias holds NaN or Inf"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()
-
-
-def test_arrays_that_the_index_does_not_know(copy):
-    file = copy.with_name("vmoe_tiny.data-00000-of-00003")
-    content = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
-    content["999"] = []
-    file.write_bytes(msgpack.packb(content))
-    with pytest.raises(ValueError, match="is damaged, or belongs to another index"):
-        import_checkpoint(copy, copy.with_name("a.safetensors"))
