@@ -35,19 +35,19 @@ _PREPROCESSING: dict[str, tuple[Check, str]] = {
 }
 
 
-def check_preprocessing(stated: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config has an impossible value of the preprocessing; None is possible."""
+def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
+    """Raise ValueError if a config has an impossible value of the preprocessing; None is possible.
+
+    Args:
+        stated: values by their names in the config.
+        channels: possible numbers of channels of the mean and the deviation; by default any.
+    """
     for name, (is_possible, description) in _PREPROCESSING.items():
         value = stated.get(name)
         if value is not None and not is_possible(value):
             raise ValueError(f"{name} must be {description}, got {shown(value)}.")
-
-
-def check_channels(stated: Mapping[str, Any], *channels: int) -> None:
-    """Raise ValueError unless a stated mean or deviation has one of these numbers of channels."""
-    for name in ("mean", "std"):
-        if stated.get(name) is not None and len(stated[name]) not in channels:
-            raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(stated[name])}.")
+        if channels and value is not None and name in ("mean", "std") and len(value) not in channels:
+            raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(value)}.")
 
 
 def shown(value: Any) -> str:
@@ -76,8 +76,7 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     """
     given = {name: stated[name] for name in _PREPROCESSING if stated.get(name) not in (None, "")}
     channels, *size = model_input_size(model)
-    check_preprocessing(given)
-    check_channels(given, 1, channels)
+    check_preprocessing(given, 1, channels)
     entries = {"input_size" if name == "img_size" else name for name in given}
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
     # timm's validate.py would prefer these.

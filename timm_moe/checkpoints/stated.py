@@ -21,7 +21,7 @@ from torch import nn
 from ..convert.registry import moe_options
 from ..files import read_text
 from ..info import check_registered
-from ..model_config import check_channels, check_preprocessing, is_single, shown
+from ..model_config import check_preprocessing, is_single, shown
 from ..models.mixin import constructor_arguments
 
 #: Prefixes of model names that lead to a folder or a repository.
@@ -90,8 +90,7 @@ def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str
     for name, value in known.items():
         if not (_is_labels(value) if name.startswith("label_") else _is_plain(value, _LONGEST_TEXT)):
             raise ValueError(f"it states {name}={shown(value)}.")
-    check_preprocessing(known)
-    check_channels(known, 1, 3, known.get("input_size", (3,))[0])
+    check_preprocessing(known, 1, 3, known.get("input_size", (3,))[0])
     return known
 
 

@@ -208,8 +208,7 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
     if not is_of_timm(model):
-        spec = None if settings.spec == ModelSpec() else settings.spec
-        _refuse(model, spec=spec, use_ema=settings.use_ema or None)
+        _refuse_options_of_timm(model, settings)
     return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
 
 
@@ -232,10 +231,8 @@ def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bo
 
 def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> Format:
     """Return the layout of a model that timm did not make, and write the user's class names to its config."""
-    _refuse(model, model_args=settings.model_args, label_descriptions=settings.label_descriptions)
     entries: dict[str, Any] = {"license": settings.license} if settings.license else {}
     if not is_of_transformers(model):
-        _refuse(model, label_names=settings.label_names)
         return StateDictFormat({**entries, ENTRY: history.to_config()})
     config: Any = model.config
     if settings.label_names is not None:
@@ -246,9 +243,10 @@ def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) 
     return TransformersFormat({**entries, ENTRY: history.to_config() or recorded})
 
 
-def _refuse(model: nn.Module, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
+def _refuse_options_of_timm(model: nn.Module, settings: ModelOptions) -> None:
+    names = ("spec", "use_ema", "model_args", "label_descriptions", "label_names")
+    for name in names[:4] if is_of_transformers(model) else names:
+        if getattr(settings, name) not in (None, False, ModelSpec()):
             raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
 
 
