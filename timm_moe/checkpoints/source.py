@@ -224,7 +224,7 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
     (prefix,) = found
     others = [name for name in state_dict if not name.startswith(prefix)]
     left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
-    _logger.info(printable(f"{path} holds the model's weights under {prefix[:-1]}{left}."))
+    _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
     return parts[prefix]
 
 
@@ -310,7 +310,7 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
     shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
-    _logger.info(printable(f"Images for {source}: {shown_entries}."))
+    _logger.info(f"Images for {source}: {shown_entries}.")
     guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
     if guessed:
         _logger.warning(

@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
-from ..console import printable
 from ..convert.blocks import copy_sharing_tensors, moe_layers, require_in_one_process, unwrapped
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
@@ -265,7 +264,7 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     try:
         return checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
-        _logger.warning("The names of classes in the source's config are left out: %s", printable(error))
+        _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
 
 

@@ -20,7 +20,6 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from torch import nn
 
 from ..checkpoints.source import ModelSpec, describe, folder_of, load_source, require_config
-from ..console import printable
 from ..convert.blocks import moe_layers
 from ..files import require_file
 from ..version import __version__
@@ -239,7 +238,7 @@ def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
             raise ValueError(str(error).replace(str(copy), str(folder))) from error
         left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
         if left_out:
-            _logger.info("Not uploaded: %s.", ", ".join(map(printable, left_out)))
+            _logger.info("Not uploaded: %s.", ", ".join(left_out))
         yield copy, model
 
 
