@@ -22,14 +22,13 @@ _SIDE, _SIDES = _number(1, 8192, (int,)), _numbers(_number(1, 8192, (int,)))
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
 _SIZE = (lambda value: _SIDES(value) and len(value) == 3, "channels, height and width, each from 1 to 8192")
-_CROP = (_number(0.05, 2), "a number from 0.05 to 2")
 #: For entries of the preprocessing a test of the value, and a description of possible values.
 _PREPROCESSING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
     "img_size": (_SIDE, "an integer from 1 to 8192"),
     "mean": (_numbers(_number(-1e3, 1e3)), "finite numbers from -1000 to 1000"),
     "std": (_numbers(_number(1e-6, 1e3)), "finite numbers above 0, from 1e-6 to 1000"),
-    **dict.fromkeys(("crop_pct", "test_crop_pct"), _CROP),
+    **dict.fromkeys(("crop_pct", "test_crop_pct"), (_number(0.05, 2), "a number from 0.05 to 2")),
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),
 }
