@@ -8,6 +8,7 @@ so no file leads to another file or to the network. What the user states is not 
 import functools
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -29,14 +30,13 @@ SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
 #: Options that entrypoints of this package handle themselves.
 _ENTRYPOINT_OPTIONS = ("official_compat",)
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
-_NO_ARCHITECTURE = ("self", "cfg", "cache_dir", "url", "file", "state_dict", "features_only", "device", "dtype")
-_NO_ARCHITECTURE_BEGIN, _NO_ARCHITECTURE_END = ("pretrained", "checkpoint"), ("_fn", "_cls", "_cfg", "_path", "_file")
-#: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
-_SOURCES = (
-    *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"),
-    *("architecture", "custom_load", "label_offset"),
+_NO_ARCHITECTURE = re.compile(
+    r"self|cfg|cache_dir|url|file|state_dict|features_only|device|dtype"
+    r"|(pretrained|checkpoint).*|.*_(fn|cls|cfg|path|file)"
 )
-_ENTRIES = frozenset(entry.name for entry in fields(PretrainedCfg)) - set(_SOURCES)
+#: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
+_SOURCES = re.compile("url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset")
+_ENTRIES = [entry.name for entry in fields(PretrainedCfg) if not _SOURCES.fullmatch(entry.name)]
 #: Longest word (characters), description (characters) and list (members) that a file may state.
 _LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
 
@@ -150,11 +150,7 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
     entrypoint. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
-    return frozenset(
-        name
-        for name in names.difference(_NO_ARCHITECTURE)
-        if not name.startswith(_NO_ARCHITECTURE_BEGIN) and not name.endswith(_NO_ARCHITECTURE_END)
-    )
+    return frozenset(name for name in names if not _NO_ARCHITECTURE.fullmatch(name))
 
 
 @functools.cache
