@@ -236,9 +236,6 @@ def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
             source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
         except ValueError as error:
             raise ValueError(str(error).replace(str(copy), str(folder))) from error
-        left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
-        if left_out:
-            _logger.info("Not uploaded: %s.", ", ".join(left_out))
         yield copy, model
 
 
