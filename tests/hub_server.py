@@ -48,14 +48,12 @@ class Faults:
     Attributes:
         answers: for each step, the statuses to answer instead, one for each request.
         cuts: number of uploads whose connection is closed halfway.
-        lost: steps that are done, but whose answer does not arrive.
         silent: steps that are never answered.
         quota: bytes of LFS files that fit.
     """
 
     answers: dict[str, list[int]] = field(default_factory=dict)
     cuts: int = 0
-    lost: list[str] = field(default_factory=list)
     silent: tuple[str, ...] = ()
     quota: float = float("inf")
 
@@ -162,7 +160,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer is two packets, of which the second would wait 40 ms
     server: HubServer
-    is_lost = False
 
     REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
     STEPS = (
@@ -172,7 +169,6 @@ class Handler(BaseHTTPRequestHandler):
         ("GET", rf"/api/models/{REPO}(/revision/(?P<revision>[^/]+))?", "model_info"),
         ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)", "tree"),
         ("GET", rf"/api/models/{REPO}/refs", "refs"),
-        ("GET", rf"/api/models/{REPO}/discussions", "discussions"),
         ("POST", rf"/api/models/{REPO}/branch/(?P<branch>[^/]+)", "branch"),
         ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
         ("POST", rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
@@ -216,9 +212,6 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.read(1)  # until the client goes away
             self.close_connection = True
             return
-        self.is_lost = step in self.server.faults.lost
-        if self.is_lost:
-            self.server.faults.lost.remove(step)
         if step == "upload" and self.server.faults.cuts:
             self.server.faults.cuts -= 1
             self.rfile.read(int(self.headers["Content-Length"]) // 2)
@@ -246,10 +239,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, content: Any = None, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        if self.is_lost:
-            self.close_connection = True
-            self.connection.close()
-            return
         self.send_response(status)
         self.send_header("Content-Type", "application/octet-stream" if content is data else "application/json")
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
@@ -354,21 +343,6 @@ class Handler(BaseHTTPRequestHandler):
         branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha} for n, sha in revisions.items()]
         self.answer({"branches": branches, "converts": [], "tags": []})
 
-    def discussions(self, repo: str) -> None:
-        """List the open pull requests of a user."""
-        assert (self.query["type"], self.query["status"]) == (["pull_request"], ["open"])
-        repository = self.repository(repo)
-        listed = [
-            {
-                **{"title": repository.commits[sha]["message"], "num": int(name.split("/")[-1]), "status": "open"},
-                **{"author": {"name": self.query["author"][0]}, "isPullRequest": True},
-                **{"repo": {"name": repo, "type": "model"}, "createdAt": "2030-01-01T00:00:00.000Z"},
-            }
-            for name, sha in repository.revisions.items()
-            if name.startswith("refs/pr/") and repository.commits[sha]["author"] == self.query["author"][0]
-        ]
-        self.answer({"discussions": listed, "count": len(listed), "start": 0})
-
     def branch(self, repo: str, branch: str) -> None:
         repository = self.repository(repo, write=True)
         start = self.read_json().get("startingPoint", "main")
@@ -451,7 +425,6 @@ class Handler(BaseHTTPRequestHandler):
             revision = f"refs/pr/{number}"
             answer["pullRequestUrl"] = f"{self.server.url}/{repo}/discussions/{number}"
         sha = repository.add_commit(revision, parent, header["value"]["summary"], files)
-        repository.commits[sha]["author"] = self.user()[0]
         self.server.save()
         self.answer({"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha, **answer})
 

@@ -21,8 +21,8 @@ from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .colours import COLOURS
 from .console import show
-from .drawings import COLOURS, ewa
 from .export import export_dense
 from .training.averaging import ExpertWeightAveraging
 
@@ -169,13 +169,10 @@ def reload_without_plugin(exported: Path, images: Tensor) -> tuple[str, Tensor]:
 
 
 def plot(runs: list[Run], file: Path) -> None:
-    """Draw the method, then loss, accuracy and share rate over training."""
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    (method,), (curves,) = figure.subfigures(2, 1, squeeze=False)
-    method.suptitle("EWA: experts in training, one network after it", fontweight="bold")
-    ewa(method)
-    curves.suptitle("A small ViT on scikit-learn's digits: dense, and with EWA", fontweight="bold")
-    losses, accuracies, rates = curves.subplots(1, 3)
+    """Draw loss, accuracy and share rate over training."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure.suptitle("A small ViT on scikit-learn's digits: dense, and with EWA", fontweight="bold")
+    losses, accuracies, rates = figure.subplots(1, 3)
     for run, colour, marker in zip(runs, COLOURS, ".x", strict=False):
         style = dict(label=run.name, color=colour, marker=marker)
         per_epoch = np.array(run.losses).reshape(run.epochs, -1).mean(1)

@@ -22,32 +22,31 @@ _SIDE, _SIDES = _number(1, 8192, (int,)), _numbers(_number(1, 8192, (int,)))
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
 _SIZE = (lambda value: _SIDES(value) and len(value) == 3, "channels, height and width, each from 1 to 8192")
-_CROP = (_number(0.05, 2), "a number from 0.05 to 2")
 #: For entries of the preprocessing a test of the value, and a description of possible values.
 _PREPROCESSING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
     "img_size": (_SIDE, "an integer from 1 to 8192"),
     "mean": (_numbers(_number(-1e3, 1e3)), "finite numbers from -1000 to 1000"),
     "std": (_numbers(_number(1e-6, 1e3)), "finite numbers above 0, from 1e-6 to 1000"),
-    **dict.fromkeys(("crop_pct", "test_crop_pct"), _CROP),
+    **dict.fromkeys(("crop_pct", "test_crop_pct"), (_number(0.05, 2), "a number from 0.05 to 2")),
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),
 }
 
 
-def check_preprocessing(stated: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config has an impossible value of the preprocessing; None is possible."""
+def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
+    """Raise ValueError if a config has an impossible value of the preprocessing; None is possible.
+
+    Args:
+        stated: values by their names in the config.
+        channels: possible numbers of channels of the mean and the deviation; by default any.
+    """
     for name, (is_possible, description) in _PREPROCESSING.items():
         value = stated.get(name)
         if value is not None and not is_possible(value):
             raise ValueError(f"{name} must be {description}, got {shown(value)}.")
-
-
-def check_channels(stated: Mapping[str, Any], *channels: int) -> None:
-    """Raise ValueError unless a stated mean or deviation has one of these numbers of channels."""
-    for name in ("mean", "std"):
-        if stated.get(name) is not None and len(stated[name]) not in channels:
-            raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(stated[name])}.")
+        if channels and value is not None and name in ("mean", "std") and len(value) not in channels:
+            raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(value)}.")
 
 
 def shown(value: Any) -> str:
@@ -76,8 +75,7 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     """
     given = {name: stated[name] for name in _PREPROCESSING if stated.get(name) not in (None, "")}
     channels, *size = model_input_size(model)
-    check_preprocessing(given)
-    check_channels(given, 1, channels)
+    check_preprocessing(given, 1, channels)
     entries = {"input_size" if name == "img_size" else name for name in given}
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
     # timm's validate.py would prefer these.

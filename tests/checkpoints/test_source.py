@@ -327,24 +327,12 @@ def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
         assert len(told) == (model is trained)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (
-            ["last.pth.tar", "model_best.pth.tar", "args.yaml"],
-            "one of train.py's: name the checkpoint in it, {}/model_best",
-        ),
-        (["last.pth.tar"], "one of train.py's: name the checkpoint in it, {}/last.pth.tar."),
-        (["model.safetensors", "training_args.bin"], "name the weights, {}/model.safetensors, and their --model."),
-        (["README.md"], "has no config.json, so it holds no timm model."),
-    ],
-)
-def test_folders_without_a_config(tmp_path, files, message):
+@pytest.mark.parametrize("files", [["last.pth.tar", "args.yaml"], ["model.safetensors"], ["README.md"]])
+def test_folders_without_a_config(tmp_path, files):
     for file in files:
         (tmp_path / file).touch()
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json: name a checkpoint"):
         load_source(tmp_path)
-    assert message.format(tmp_path) in str(error.value)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "timm_model.", "model._orig_mod."])

@@ -166,7 +166,6 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
         (lambda arrays: arrays.update({POSITIONS: torch.ones(())}), "other shapes than a V-MoE's"),
         (lambda arrays: arrays.update({POSITIONS: torch.ones(1, 10**15, 0)}), "pos_embedding is empty"),
         (lambda arrays: arrays.update({EXPERT: torch.ones(10**6, 0, 32)}), "Dense_0/kernel is empty"),
-        (lambda arrays: arrays.update({"Encoder/encoderblock_99999999/x": torch.ones(1)}), "but none of block 4"),
         (lambda arrays: arrays.update({QUERY: torch.ones(16, 4, 4)}), "other shapes than a V-MoE's"),
         (lambda arrays: arrays.update({"head": {"kernel": torch.ones(1)}}), "must be a flat mapping"),
     ],
@@ -375,7 +374,8 @@ def test_shapes_of_no_and_too_many_dimensions():
     assert tile([], [3, 0])
     assert not tile([], [-1])
     assert not tile([((0, 1.5),)], [1.5])
-    assert not tile([((0, 1),) * 99], [1] * 99)
+    with pytest.raises(ValueError, match="dimension"):
+        tile([((0, 1),) * 99], [1] * 99)
 
 
 def test_slices_with_steps_are_refused(copy):
@@ -400,12 +400,3 @@ def test_weights_that_are_not_finite(copy, value):
     with pytest.raises(ValueError, match="array head/bias holds NaN or Inf"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()
-
-
-def test_arrays_that_the_index_does_not_know(copy):
-    file = copy.with_name("vmoe_tiny.data-00000-of-00003")
-    content = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
-    content["999"] = []
-    file.write_bytes(msgpack.packb(content))
-    with pytest.raises(ValueError, match="is damaged, or belongs to another index"):
-        import_checkpoint(copy, copy.with_name("a.safetensors"))

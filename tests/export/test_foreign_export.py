@@ -290,18 +290,6 @@ def test_outputs_of_another_kind_stop_the_export(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_state_dict_that_safetensors_does_not_hold(tmp_path):
-    class Counting(nn.Linear):
-        def get_extra_state(self):
-            return {"steps": 1}
-
-        def set_extra_state(self, state): ...
-
-    with pytest.raises(ValueError, match=r"_extra_state in the state dict is a dict, but safetensors holds tensors"):
-        export_dense(Counting(2, 2), tmp_path / "model")
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -340,29 +340,6 @@ def test_a_hub_that_accepts_and_does_not_answer(hub, server, checkpoint, step):
     assert server.messages("user/vit", "new") == ["Add model", "initial commit"]
 
 
-def test_a_request_whose_answer_is_lost_is_not_opened_twice(hub, server, checkpoint):
-    server.create("other/vit")
-    server.faults.lost = ["commit"]
-    assert "cannot be reached or broke off" in hub.refused(checkpoint, "other/vit", "--create-pr")
-    out = hub.push(checkpoint, "other/vit", "--create-pr")
-    assert f"{server.url}/other/vit/discussions/1" in out
-    assert '"hf-hub:other/vit@refs/pr/1"' in out
-    assert server.repositories["other/vit"].revisions.keys() == {"main", "refs/pr/1"}
-    hub.push(checkpoint, "other/vit", "--create-pr", "--license", "mit")  # other files
-    assert server.repositories["other/vit"].revisions.keys() == {"main", "refs/pr/1", "refs/pr/2"}
-    repository = server.repositories["other/vit"]
-    repository.commits[repository.revisions["refs/pr/1"]]["author"] = "somebody"
-    hub.push(checkpoint, "other/vit", "--create-pr")  # of somebody else
-    assert "refs/pr/3" in repository.revisions
-
-
-def test_a_repository_without_discussions(hub, server, checkpoint):
-    server.create("other/vit")
-    server.faults.answers = {"discussions": [403]}
-    hub.push(checkpoint, "other/vit", "--create-pr")
-    assert server.messages("other/vit", "refs/pr/1") == ["Add model", "initial commit"]
-
-
 def test_no_network(hub, checkpoint):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

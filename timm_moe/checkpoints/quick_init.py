@@ -43,9 +43,8 @@ class bounded_work(TorchFunctionMode):
         self.left = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = len(args[0]) if args and isinstance(args[0], (list, tuple)) else 0
-        self.left -= 1 + parts
-        made = None if parts and self.left < 0 else func(*args, **(kwargs or {}))
-        if self.left < 0 and (parts or isinstance(made, Tensor)):  # the end of a no_grad block must not fail
+        made = func(*args, **(kwargs or {}))
+        self.left -= 1 + (len(args[0]) if args and isinstance(args[0], (list, tuple)) else 0)
+        if self.left < 0 and isinstance(made, Tensor):  # the end of a no_grad block must not fail
             raise ValueError("the sizes that are stated make a model of far more tensors than the weights have.")
         return made

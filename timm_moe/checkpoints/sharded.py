@@ -6,12 +6,13 @@ maps the number of an array to its slices. Arrays are numbered in the order of t
 
 import logging
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +21,6 @@ _logger = logging.getLogger(__name__)
 #: Kinds of msgpack extension in the files.
 _NDARRAY, _SLICES, _INDEX_INFO = 1, 6, 8
 _CHUNKS_MARK = "__msgpack_array_chunk_a87ca2__"
-
-#: Dimensions of an array; each doubles the work of checking its slices. A V-MoE has at most four.
-_MOST_DIMENSIONS = 8
 
 #: (start, stop) in each dimension.
 Slices = tuple[tuple[int, int], ...]
@@ -37,8 +35,7 @@ class _Entry(NamedTuple):
     slices: dict[int, set[Slices]]
 
     def bytes_in(self, shard: int) -> int:
-        slices = self.slices.get(shard, ())
-        return sum(math.prod(stop - start for start, stop in part) for part in slices) * self.dtype.itemsize
+        return sum(map(_size, self.slices.get(shard, ()))) * self.dtype.itemsize
 
 
 def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
@@ -60,14 +57,12 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     index_file = Path(f"{prefix}.index")
     if not index_file.is_file():
         raise FileNotFoundError(f"There is no {index_file}: give the path that the checkpoint's files begin with.")
-    index = _unpack(index_file)
-    try:
+    with _damage_of(index_file, "no index of a sharded checkpoint"):
+        index = _unpack(index_file.read_bytes())
         shard_count = index["shard_count"]
         entries = [_entry(path, leaf, shard_count) for path, leaf in _leaves(index["index"], "")]
-        if type(shard_count) is not int or not entries:
+        if not entries:
             raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index_file} is damaged, or no index of a sharded checkpoint.") from error
     in_params = any(entry.path.startswith("params/") for entry in entries)
     wanted = {n: entry for n, entry in enumerate(entries) if entry.path.startswith("params/") or not in_params}
     shard_files = list[Path]()
@@ -78,11 +73,24 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
         shard_files.append(file)
         if sum(entry.bytes_in(shard) for entry in wanted.values()) > file.stat().st_size:
             raise ValueError(f"{file} is truncated, or belongs to another index.")
+    with _damage_of(index_file, "no index of a sharded checkpoint"):
+        for entry in wanted.values():
+            if not tile([part for of_shard in entry.slices.values() for part in of_shard], entry.shape):
+                raise ValueError
     arrays = {number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()}
     for shard, file in enumerate(shard_files):
         _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
-        _read_shard(file, shard, wanted, arrays, len(entries))
+        with _damage_of(file, "belongs to another index"):
+            _read_shard(_unpack(file.read_bytes()), shard, wanted, arrays)
     return {wanted[number].path.removeprefix("params/"): array for number, array in arrays.items()}
+
+
+@contextmanager
+def _damage_of(file: Path, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{file} is damaged, or {otherwise}.") from error
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -95,63 +103,50 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _entry(path: str, leaf: Any, shard_count: int) -> _Entry:
     array_info, packed, shards = _inner(leaf, _INDEX_INFO)
-    shape, dtype_name, *_ = _unpackb(array_info)
+    shape, dtype_name, *_ = _unpack(array_info)
     dtype = getattr(torch, dtype_name)
     slices: dict[int, set[Slices]] = defaultdict(set)
     for part, shard in zip(packed, shards, strict=True):
+        if shard not in range(shard_count):
+            raise ValueError
         slices[shard].add(_slices(part))
-    held = all(type(shard) is int and 0 <= shard < shard_count for shard in slices)
-    parts = [part for of_shard in slices.values() for part in of_shard]
-    if not (isinstance(dtype, torch.dtype) and held and len(parts) == len(packed) and tile(parts, shape)):
+    if not isinstance(dtype, torch.dtype):
         raise ValueError
     return _Entry(path, tuple(shape), dtype, slices)
 
 
-def tile(parts: Iterable[Slices], shape: Iterable[int]) -> bool:
-    """Tell whether slices cover each element of an array of this shape exactly once.
-
-    A box is a signed sum of orthants, one from each of its corners; an odd number of upper bounds makes the sign
-    negative. Orthants from different points are linearly independent. So boxes tile the array if and only if, corner by
-    corner, their signs add up to the array's. No box is compared with another.
-    """
-    whole = tuple((0, size) for size in shape)
-    if len(whole) > _MOST_DIMENSIONS:
-        return False
-    balance: Counter[tuple[int, ...]] = Counter()
-    _add_corners(balance, whole, -1)
+def tile(parts: Sequence[Slices], shape: Sequence[int]) -> bool:
+    """Tell whether slices cover each element of an array of this shape exactly once."""
     for part in parts:
-        if len(part) != len(whole) or not all(type(a) is type(b) is int and a < b for a, b in part):
+        if len(part) != len(shape) or not all(type(a) is type(b) is int and 0 <= a < b for a, b in part):
             return False
-        _add_corners(balance, part, 1)
-    return not any(balance.values())
+    if sum(map(_size, parts)) != math.prod(shape):  # before there is a mask of this size
+        return False
+    covered = np.zeros(shape, bool)
+    for part in parts:
+        covered[tuple(slice(*bounds) for bounds in part)] = True
+    return bool(covered.all())
 
 
-def _add_corners(balance: Counter[tuple[int, ...]], box: Slices, sign: int) -> None:
-    for corner in product(*(((start, 1), (stop, -1)) for start, stop in box)):
-        balance[tuple(bound for bound, _ in corner)] += sign * math.prod(side for _, side in corner)
+def _size(part: Slices) -> int:
+    return math.prod(stop - start for start, stop in part)
 
 
-def _read_shard(file: Path, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor], total: int) -> None:
-    """Copy a shard's slices into the arrays; ``total`` counts all arrays of the index."""
-    content = _unpack(file)
-    try:
-        if content.pop(_CHUNKS_MARK) is not True:
+def _read_shard(content: Any, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor]) -> None:
+    """Copy the slices in a shard into the arrays."""
+    if content.pop(_CHUNKS_MARK) is not True:
+        raise ValueError
+    found = {
+        int(number): {_slices(_inner(part, _SLICES)): chunks for chunks, part in slices}
+        for number, slices in content.items()
+    }
+    for number, array in arrays.items():
+        if set(found.get(number, {})) != entries[number].slices.get(shard, set()):
             raise ValueError
-        found = {
-            int(number): {_slices(_inner(part, _SLICES)): chunks for chunks, part in slices}
-            for number, slices in content.items()
-        }
-        if not all(0 <= number < total for number in found):
-            raise ValueError
-        for number, array in arrays.items():
-            if set(found.get(number, {})) != entries[number].slices.get(shard, set()):
-                raise ValueError
-            for part, chunks in found.get(number, {}).items():
-                flat = torch.cat([_vector(chunk, array.dtype) for chunk in chunks])
-                target = array[tuple(slice(*bounds) for bounds in part)]
-                target.copy_(flat.view(target.shape))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{file} is damaged, or belongs to another index.") from error
+        for part, chunks in found.get(number, {}).items():
+            flat = torch.cat([_vector(chunk, array.dtype) for chunk in chunks])
+            target = array[tuple(slice(*bounds) for bounds in part)]
+            target.copy_(flat.view(target.shape))
 
 
 def _vector(chunk: Any, dtype: torch.dtype) -> Tensor:
@@ -163,8 +158,8 @@ def _vector(chunk: Any, dtype: torch.dtype) -> Tensor:
 
 def _slices(part: Any) -> Slices:
     """Return the bounds of a slice in each dimension; each is packed again, as [start, stop, step]."""
-    packed = _unpackb(part) if isinstance(part, bytes) else part
-    bounds = [_unpackb(bound) for bound in packed]
+    packed = _unpack(part) if isinstance(part, bytes) else part
+    bounds = [_unpack(bound) for bound in packed]
     if any(step not in (None, 1) for _, _, step in bounds):
         raise ValueError
     return tuple((start, stop) for start, stop, _ in bounds)
@@ -173,17 +168,10 @@ def _slices(part: Any) -> Slices:
 def _inner(extension: Any, kind: int) -> Any:
     if extension.code != kind:
         raise ValueError
-    return _unpackb(extension.data)
+    return _unpack(extension.data)
 
 
-def _unpack(file: Path) -> Any:
-    try:
-        return _unpackb(file.read_bytes())
-    except (ValueError, TypeError) as error:  # msgpack's errors are ValueErrors
-        raise ValueError(f"{file} is truncated or damaged.") from error
-
-
-def _unpackb(data: bytes) -> Any:
+def _unpack(data: bytes) -> Any:
     try:
         import msgpack
     except ModuleNotFoundError as error:

@@ -39,9 +39,7 @@ _logger = logging.getLogger(__name__)
 
 #: Names of the weights in a folder in timm's layout, in order of preference; the first two are the Hub's.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
-WEIGHTS_END = (".safetensors", ".pth", ".bin")
-#: Names of train.py's checkpoints, the best first.
-_CHECKPOINTS = ("model_best.pth.tar", "last.pth.tar", "tmp.pth.tar")
+_WEIGHTS_END = (".safetensors", ".pth", ".bin")
 #: Prefixes that other frameworks put before the names of a model's weights.
 _WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model", "_orig_mod")
 #: In the names of averaged weights.
@@ -132,7 +130,6 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
 
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
-    _require_checksums(path)
     state_dict = _state_dict(checkpoint, path, use_ema)
     train_args = args_of_train_py(checkpoint)
     name = spec.name or _stated_name(train_args, path)
@@ -227,7 +224,7 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
     (prefix,) = found
     others = [name for name in state_dict if not name.startswith(prefix)]
     left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
-    _logger.info(printable(f"{path} holds the model's weights under {prefix[:-1]}{left}."))
+    _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
     return parts[prefix]
 
 
@@ -239,7 +236,6 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     try:
         weights = _weights_file(name)
         state_dict = _state_dict(read_checkpoint(weights), weights, use_ema=False)
-        _require_checksums(weights)
         sketch = _sketch(blueprint, spec.args(), state_dict, "config.json")
         taken = _unwrapped(state_dict, sketch, weights)
         for key, tensor in sketch.state_dict().items():
@@ -264,13 +260,11 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
 def require_config(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
-    found = [folder / name for name in ("config.json", *_CHECKPOINTS, *_WEIGHTS) if (folder / name).exists()]
-    if not found:
-        raise FileNotFoundError(f"The folder {folder} has no config.json, so it holds no timm model.")
-    if found[0].name in _CHECKPOINTS:
-        raise FileNotFoundError(f"The folder {folder} is one of train.py's: name the checkpoint in it, {found[0]}.")
-    if found[0].name in _WEIGHTS:
-        raise FileNotFoundError(f"{folder} has no config.json: name the weights, {found[0]}, and their --model.")
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(
+            f"The folder {folder} has no config.json: name a checkpoint or a file of weights in it instead, and "
+            "for weights alone their --model."
+        )
 
 
 def _weights_file(name: str) -> Path:
@@ -281,7 +275,7 @@ def _weights_file(name: str) -> Path:
             return _file(name, _WEIGHTS[1])
     folder = _file(name)
     named = [folder / file for file in _WEIGHTS if (folder / file).exists()]
-    others = sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS_END)
+    others = sorted(file for file in folder.iterdir() if file.suffix in _WEIGHTS_END)
     if not named and len(others) != 1:
         raise ValueError(f"it has no {_WEIGHTS[0]}.")
     return (named or others)[0]
@@ -316,7 +310,7 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
     shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
-    _logger.info(printable(f"Images for {source}: {shown_entries}."))
+    _logger.info(f"Images for {source}: {shown_entries}.")
     guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
     if guessed:
         _logger.warning(
@@ -383,13 +377,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if any(record.file_size > record.compress_size for record in archive.infolist()):
-                    raise ValueError("A compressed record may be of any size in memory; torch.save writes none.")
+        is_zip = zipfile.is_zipfile(path)
+        flipped = _flipped_record(path) if is_zip else None
         with torch.serialization.safe_globals(HARMLESS):
-            # Mapped into memory, the optimizer's state in the file is never read.
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            # Mapped, so that the optimizer's state takes no memory.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # a file that is no checkpoint may end in anything
         if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
             raise
@@ -400,23 +392,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 "a file of their own, by torch.save(model.state_dict(), file)."
             ) from error
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
+    if flipped is not None:
+        raise ValueError(f"{path} is damaged: {flipped} in it does not match its checksum.")
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
     return checkpoint
 
 
-def _require_checksums(path: Path) -> None:
-    """Raise ValueError if a zip file does not match its checksums, which torch.load ignores."""
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            checked = any(record.CRC for record in archive.infolist())  # all are 0 if torch.save was to write none
-            damaged = archive.testzip() if checked else None
-    except Exception as error:  # a damaged directory of a zip file may raise anything
-        raise ValueError(f"{path} is damaged or not a checkpoint.") from error
-    if damaged is not None:
-        raise ValueError(f"{path} is damaged: {damaged} in it does not match its checksum.")
+def _flipped_record(path: Path) -> str | None:
+    """Return a record of a zip file that does not match its checksum, which torch.load ignores."""
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if any(record.file_size > record.compress_size for record in records):
+            raise ValueError("A compressed record may be of any size in memory; torch.save writes none.")
+        is_checked = any(record.CRC for record in records)  # all are 0 if torch.save was to write none
+        return archive.testzip() if is_checked else None
 
 
 def _globals_needed(path: Path) -> list[str]:

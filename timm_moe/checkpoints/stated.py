@@ -8,6 +8,7 @@ so no file leads to another file or to the network. What the user states is not 
 import functools
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -21,7 +22,7 @@ from torch import nn
 from ..convert.registry import moe_options
 from ..files import read_text
 from ..info import check_registered
-from ..model_config import check_channels, check_preprocessing, is_single, shown
+from ..model_config import check_preprocessing, is_single, shown
 from ..models.mixin import constructor_arguments
 
 #: Prefixes of model names that lead to a folder or a repository.
@@ -29,14 +30,13 @@ SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
 #: Options that entrypoints of this package handle themselves.
 _ENTRYPOINT_OPTIONS = ("official_compat",)
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
-_NO_ARCHITECTURE = ("self", "cfg", "cache_dir", "url", "file", "state_dict", "features_only", "device", "dtype")
-_NO_ARCHITECTURE_BEGIN, _NO_ARCHITECTURE_END = ("pretrained", "checkpoint"), ("_fn", "_cls", "_cfg", "_path", "_file")
-#: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
-_SOURCES = (
-    *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"),
-    *("architecture", "custom_load", "label_offset"),
+_NO_ARCHITECTURE = re.compile(
+    r"self|cfg|cache_dir|url|file|state_dict|features_only|device|dtype"
+    r"|(pretrained|checkpoint).*|.*_(fn|cls|cfg|path|file)"
 )
-_ENTRIES = frozenset(entry.name for entry in fields(PretrainedCfg)) - set(_SOURCES)
+#: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
+_SOURCES = re.compile("url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset")
+_ENTRIES = [entry.name for entry in fields(PretrainedCfg) if not _SOURCES.fullmatch(entry.name)]
 #: Longest word (characters), description (characters) and list (members) that a file may state.
 _LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
 
@@ -59,14 +59,11 @@ class Blueprint:
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     """Read a ``config.json`` of timm without overridden arguments; ValueError if it states what no file may."""
     config = json.loads(read_text(file), parse_constant=_refuse_constant)
-    if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
+    architecture = config.get("architecture")
+    if not isinstance(architecture, str):
         raise ValueError("it states no architecture of timm.")
-    architecture = config["architecture"]
     check_registered(architecture)
-    args = config.get("model_args") or {}
-    if not isinstance(args, dict):
-        raise ValueError(f"its model_args are {shown(args)}.")
-    args = {name: value for name, value in args.items() if name not in overridden}
+    args = {name: value for name, value in (config.get("model_args") or {}).items() if name not in overridden}
     check_arguments(architecture, args, "config.json")
     cfg = _pretrained_cfg(config, args.get("num_classes"))
     args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
@@ -79,8 +76,6 @@ def _refuse_constant(text: str) -> None:
 
 def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
     cfg = config.get("pretrained_cfg", config)  # the older layout has its entries at the top
-    if not isinstance(cfg, dict):
-        raise ValueError(f"its pretrained_cfg is {shown(cfg)}.")
     older = {"label_names": config.get("labels")} if cfg is config else {}
     above = {name: config.get(name) for name in ("num_classes", "label_names", "label_descriptions")}
     given = {name: value for entries in (older, cfg, above) for name, value in entries.items() if value is not None}
@@ -90,8 +85,7 @@ def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str
     for name, value in known.items():
         if not (_is_labels(value) if name.startswith("label_") else _is_plain(value, _LONGEST_TEXT)):
             raise ValueError(f"it states {name}={shown(value)}.")
-    check_preprocessing(known)
-    check_channels(known, 1, 3, known.get("input_size", (3,))[0])
+    check_preprocessing(known, 1, 3, known.get("input_size", (3,))[0])
     return known
 
 
@@ -151,11 +145,7 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
     entrypoint. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
-    return frozenset(
-        name
-        for name in names.difference(_NO_ARCHITECTURE)
-        if not name.startswith(_NO_ARCHITECTURE_BEGIN) and not name.endswith(_NO_ARCHITECTURE_END)
-    )
+    return frozenset(name for name in names if not _NO_ARCHITECTURE.fullmatch(name))
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
-from ..console import printable
 from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
@@ -60,17 +59,6 @@ class Export:
     library: str = "timm"
 
 
-@dataclass
-class _Candidate:
-    """A model on its way to a folder."""
-
-    model: nn.Module  # the exporter's own copy
-    layout: Format  # writes the folder and reads it again
-    inputs: Any  # arguments for the comparison of outputs, or None
-    expected: Any = None  # outputs that the model must give after it was written
-    exact: bool = True  # whether they are the outputs of the source
-
-
 def export_dense(
     source: nn.Module | str | Path,
     output_dir: str | Path,
@@ -115,11 +103,11 @@ def export_dense(
     """
     (settings,) = grouped(options, ModelOptions)
     target = check_target(output_dir, overwrite)
-    candidate = _load(source, settings, allow_nonfinite, method)
-    candidate = _make_dense(candidate, method, svd_ratio, allow_nonfinite)
-    written, difference = _write(candidate, target, overwrite)
-    architecture, library = architecture_of(written), candidate.layout.library
-    return Export(target, architecture, parameters(written), difference, candidate.exact, library)
+    layout = _load(source, settings, allow_nonfinite, method)
+    inputs = inputs_for(layout.model, settings.example_inputs)
+    expected, exact = _make_dense(layout.model, inputs, method, svd_ratio, allow_nonfinite)
+    written, difference = _write(layout, inputs, expected, target, overwrite)
+    return Export(target, architecture_of(written), parameters(written), difference, exact, layout.library)
 
 
 def export_moe(
@@ -150,9 +138,9 @@ def export_moe(
     """
     (settings,) = grouped({**options, "model_args": model_args}, ModelOptions)
     target = check_target(output_dir, overwrite)
-    candidate = _load(source, settings, allow_nonfinite, method=None)
-    candidate.expected = source_outputs(candidate.model, candidate.inputs, allow_nonfinite)
-    _write(candidate, target, overwrite)
+    layout = _load(source, settings, allow_nonfinite, method=None)
+    inputs = inputs_for(layout.model, settings.example_inputs)
+    _write(layout, inputs, source_outputs(layout.model, inputs, allow_nonfinite), target, overwrite)
     return target
 
 
@@ -170,10 +158,11 @@ def check_target(output_dir: str | Path, overwrite: bool) -> Path:
 # --- load
 
 
-def _load(
-    source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinite: bool, method: str | None
-) -> _Candidate:
-    """Load and check a source for export by a method, or with its experts if the method is None."""
+def _load(source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinite: bool, method: str | None) -> Format:
+    """Load and check a source for export by a method, or with its experts if the method is None.
+
+    The layout holds the exporter's own copy of the model.
+    """
     model = _load_model(source, settings)
     require_weights(model)
     if method is None and not moe_layers(model):
@@ -189,13 +178,11 @@ def _load(
     if method is not None and moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)
     if not is_of_timm(model):
-        layout = _foreign_layout(model, settings, history)
-    else:
-        has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
-        labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
-        loader = "timm with timm_moe" if method is None else "Stock timm"
-        layout = TimmFormat({**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
-    return _Candidate(model, layout, inputs_for(model, settings.example_inputs))
+        return _foreign_layout(model, settings, history)
+    has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
+    labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
+    loader = "timm with timm_moe" if method is None else "Stock timm"
+    return TimmFormat(model, {**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
 
 
 def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Module:
@@ -208,8 +195,7 @@ def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Mo
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
     if not is_of_timm(model):
-        spec = None if settings.spec == ModelSpec() else settings.spec
-        _refuse(model, spec=spec, use_ema=settings.use_ema or None)
+        _refuse_options_of_timm(model, settings)
     return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
 
 
@@ -232,23 +218,22 @@ def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bo
 
 def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> Format:
     """Return the layout of a model that timm did not make, and write the user's class names to its config."""
-    _refuse(model, model_args=settings.model_args, label_descriptions=settings.label_descriptions)
     entries: dict[str, Any] = {"license": settings.license} if settings.license else {}
     if not is_of_transformers(model):
-        _refuse(model, label_names=settings.label_names)
-        return StateDictFormat({**entries, ENTRY: history.to_config()})
+        return StateDictFormat(model, {**entries, ENTRY: history.to_config()})
     config: Any = model.config
     if settings.label_names is not None:
         names = checked_labels(config.num_labels, settings.label_names)["label_names"]
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     recorded = getattr(config, ENTRY, {})  # of a model that was exported before
-    return TransformersFormat({**entries, ENTRY: history.to_config() or recorded})
+    return TransformersFormat(model, {**entries, ENTRY: history.to_config() or recorded})
 
 
-def _refuse(model: nn.Module, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
+def _refuse_options_of_timm(model: nn.Module, settings: ModelOptions) -> None:
+    names = ("spec", "use_ema", "model_args", "label_descriptions", "label_names")
+    for name in names[:4] if is_of_transformers(model) else names:
+        if getattr(settings, name) not in (None, False, ModelSpec()):
             raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
 
 
@@ -267,45 +252,47 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     try:
         return checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
-        _logger.warning("The names of classes in the source's config are left out: %s", printable(error))
+        _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
 
 
 # --- make dense; write, verify and publish
 
 
-def _make_dense(candidate: _Candidate, method: str, svd_ratio: float | None, allow_nonfinite: bool) -> _Candidate:
-    """Replace the experts of each layer by one network, and note the outputs that the export must give.
+def _make_dense(
+    model: nn.Module, inputs: Any, method: str, svd_ratio: float | None, allow_nonfinite: bool
+) -> tuple[Any, bool]:
+    """Replace the experts of each layer by one network; return the outputs that the export must give.
 
-    They are the expert model's if the dense one computes the same function, else the dense one's.
+    They are the expert model's if the dense one computes the same function, as the second value says, else the dense
+    one's.
     """
-    model, layers = candidate.model, moe_layers(candidate.model)
+    layers = moe_layers(model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
         _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
-    expected = source_outputs(model, candidate.inputs, allow_nonfinite) if exact else None
+    expected = source_outputs(model, inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
         del layers  # each layer goes before the next network is made
         to_dense_(model, method, svd_ratio)
     if not exact:
-        expected = source_outputs(model, candidate.inputs, allow_nonfinite)
-    return replace(candidate, expected=expected, exact=exact)
+        expected = source_outputs(model, inputs, allow_nonfinite)
+    return expected, exact
 
 
-def _write(candidate: _Candidate, target: Path, overwrite: bool) -> tuple[nn.Module, float | None]:
+def _write(layout: Format, inputs: Any, expected: Any, target: Path, overwrite: bool) -> tuple[nn.Module, float | None]:
     """Write, load, compare and publish the files; return the loaded model and the largest difference of outputs."""
     with staged(target) as temporary:
         check_target(target, overwrite)  # another process may have written there since
         folder = temporary / "model"  # the temporary folder itself is closed to other users
         folder.mkdir()
         try:
-            candidate.layout.write(candidate.model, folder)
+            layout.write(folder)
         except (OSError, SafetensorError) as error:
             raise OSError(f"{target} could not be written: {error}") from error
-        del candidate.model  # it need not be in memory beside the one that is loaded
-        written = candidate.layout.read(folder)
-        difference = compare(candidate.expected, written, candidate.inputs)
+        written = layout.read(folder)
+        difference = compare(expected, written, inputs)
         names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
         publish(folder, target, [*_ADAPTERS, *names, "config.json"])  # the adapters of an older model go
     return written, difference

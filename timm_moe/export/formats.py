@@ -1,7 +1,7 @@
 """Layouts of a model's folder: timm's, that of Hugging Face transformers, or a state dict of the model's own class.
 
-``write`` puts the files of a model into an empty folder, ``read`` loads them in eval mode. Both raise ValueError: if
-something in the model cannot be written, or if a tensor that was read differs from the written one.
+``write`` puts the files of a model into an empty folder, ``read`` loads them in eval mode and raises ValueError if a
+tensor differs from the written one.
 """
 
 import copy
@@ -31,16 +31,17 @@ FILES = ("model.safetensors", "config.json")
 class TimmFormat:
     """Layout that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads."""
 
+    model: nn.Module
     entries: dict[str, Any]  # of config.json, beside timm's own
     model_args: dict[str, Any]  # of timm.create_model, beside what timm has recorded
     loader: str  # name of the reader for error messages
     library = "timm"
 
-    def write(self, model: nn.Module, folder: Path) -> None:
-        args = {**get_model_args(model), **self.model_args}
-        handle = model.register_state_dict_post_hook(_separate)
+    def write(self, folder: Path) -> None:
+        args = {**get_model_args(self.model), **self.model_args}
+        handle = self.model.register_state_dict_post_hook(_separate)
         try:
-            save_for_hf(model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
+            save_for_hf(self.model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
             config = json.loads((folder / "config.json").read_text())
             drop_second_num_classes(config)
             _write_config(folder, config)
@@ -48,6 +49,7 @@ class TimmFormat:
             raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
         finally:
             handle.remove()
+        del self.model  # it need not be in memory beside the one that is read
 
     def read(self, folder: Path) -> nn.Module:
         return load_checked(folder, self.loader)
@@ -57,21 +59,17 @@ class TimmFormat:
 class TransformersFormat:
     """Layout that ``from_pretrained`` of a class of Hugging Face transformers reads."""
 
+    model: Any
     entries: dict[str, Any]
     library = "transformers"
 
-    def write(self, model: Any, folder: Path) -> None:
-        self.written = model
-        model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
+    def write(self, folder: Path) -> None:
+        self.model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
         _write_config(folder, {**json.loads((folder / "config.json").read_text()), **self.entries})
 
     def read(self, folder: Path) -> nn.Module:
-        loader = f"{type(self.written).__name__}.from_pretrained"
-        try:
-            model = type(self.written).from_pretrained(folder, local_files_only=True).eval()
-        except Exception as error:
-            raise ValueError(f"{loader} cannot load what was exported: {first_problem(error)}") from error
-        _require_equal(self.written.state_dict(), model.state_dict(), loader)
+        model = type(self.model).from_pretrained(folder, local_files_only=True).eval()
+        _require_equal(self.model.state_dict(), model.state_dict(), f"{type(model).__name__}.from_pretrained")
         return model
 
 
@@ -82,21 +80,15 @@ class StateDictFormat:
     Its config.json names the class in words that neither timm nor transformers takes for a model of its own.
     """
 
+    model: nn.Module
     entries: dict[str, Any]
     library = "pytorch"
 
-    def write(self, model: nn.Module, folder: Path) -> None:
-        self.written = model
-        state_dict = model.state_dict()
-        for name, value in state_dict.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"{name} in the state dict is a {type(value).__name__}, but safetensors holds tensors alone: save "
-                    "the state dict of timm_moe.to_dense(model) with torch.save."
-                )
-        _separate(model, state_dict, "", None)
+    def write(self, folder: Path) -> None:
+        state_dict = self.model.state_dict()
+        _separate(self.model, state_dict, "", None)
         save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
-        path = architecture_of(model)
+        path = architecture_of(self.model)
         library = "torchvision" if path.startswith("torchvision.") else self.library
         # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
         stated = {"architecture": f"class {path}", "model_type": "state_dict", "library": library}
@@ -104,8 +96,8 @@ class StateDictFormat:
 
     def read(self, folder: Path) -> nn.Module:
         tensors = load_file(folder / "model.safetensors")
-        _require_equal(self.written.state_dict(), tensors, "safetensors")
-        model = copy.deepcopy(self.written)
+        _require_equal(self.model.state_dict(), tensors, "safetensors")
+        model = copy.deepcopy(self.model)
         model.load_state_dict(tensors)
         return model.eval()
 

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from torch import nn
 
 from ..checkpoints.source import describe, folder_of, read_checkpoint
-from ..checkpoints.stated import args_of_train_py
+from ..checkpoints.stated import SOURCE_PREFIXES, args_of_train_py
 from ..convert.blocks import moe_layers
 from ..files import read_text, require_file
 from ..info import parameters
@@ -49,16 +49,15 @@ class _Record:
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
-            if not _fits(getattr(self, name), kind):
-                raise ValueError(f"{name} is {shown(getattr(self, name))}")
+            value = getattr(self, name)
+            if not _fits(value, kind):
+                raise ValueError(f"{name} is {shown(value)}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is dict:
-        name, part = get_args(kind)
-        return isinstance(value, dict) and all(_fits(key, name) and _fits(value[key], part) for key in value)
-    is_written = not isinstance(value, (int, float)) or (is_single(value) and math.isfinite(value))
-    return isinstance(value, kind) and is_written
+    if get_origin(kind) is dict:  # whose names are texts in JSON
+        return isinstance(value, dict) and all(isinstance(part, get_args(kind)[1]) for part in value.values())
+    return isinstance(value, kind)
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,14 @@ class History(_Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (self.base, self.dataset):
-            if name is not None and not HUB_NAME.fullmatch(name):
-                raise ValueError(f"{name[:50]!r} is no name on the Hub")
+        for name in filter(None, (self.base, self.dataset)):
+            if not HUB_NAME.fullmatch(name):
+                raise ValueError(f"{shown(name)} is no name on the Hub")
         for name in self.options:
             if not re.fullmatch(r"(model option )?\w+", name):
                 raise ValueError(f"{shown(name)} is no option of train.py")
         for name in self.metrics.keys() - METRICS.keys():
-            raise ValueError(f"{name[:50]!r} is no metric of train.py")
+            raise ValueError(f"{shown(name)} is no metric of train.py")
 
     def to_config(self) -> dict[str, Any]:
         """Return the known values, for :func:`recorded_history`."""
@@ -160,19 +159,20 @@ def _history_of_run(
 ) -> History:
     name, epoch = str(args["model"]), checkpoint.get("epoch")
     epoch = epoch if type(epoch) is int and is_single(epoch) else None
-    described = name if name.startswith(("local-dir:", "hf-hub:")) else None
+    folder = name if name.startswith(SOURCE_PREFIXES) else None
     replaced = args.get("initial_checkpoint") or args.get("pretrained_path")
     base = get_pretrained_cfg(model).get("hf_hub_id")
     if not args.get("pretrained") or replaced or not HUB_NAME.fullmatch(base or ""):
         base = None
-    start = None if base else replaced or described
-    reader, _, dataset = " ".join(str(args.get("dataset") or "").split()).partition("/")
-    is_named = reader in (*_HUB_READERS, "tfds", "torch") and bool(HUB_NAME.fullmatch(dataset))  # and no path
+    start = None if base else replaced or folder
+    reader, _, named = " ".join(str(args.get("dataset") or "").split()).partition("/")
+    is_named = reader in (*_HUB_READERS, "tfds", "torch") and HUB_NAME.fullmatch(named)  # and no path
+    dataset = named if is_named else None
     dependent = [name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names]
     options = {
         "model": args["model"],
         **{f"model option {public(name)}": value for name, value in (args.get("model_kwargs") or {}).items()},
-        "dataset": dataset if is_named else None,
+        "dataset": dataset,
         **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
     }
     metrics = _summary(path, args.get("eval_metric"), epoch, checkpoint.get("metric"))
@@ -185,8 +185,8 @@ def _history_of_run(
         metrics=metrics if measured_ema == use_ema else {},
         base=base,
         start=public(start) if start else None,
-        dataset=dataset if is_named else None,
-        dataset_on_hub=is_named and reader in _HUB_READERS,
+        dataset=dataset,
+        dataset_on_hub=dataset is not None and reader in _HUB_READERS,
     )
 
 

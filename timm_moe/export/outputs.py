@@ -81,9 +81,11 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
 @torch.inference_mode()
 def outputs(model: nn.Module, inputs: Any) -> Any:
     """Put a model in eval mode and run it in the type and on the device of its inputs."""
-    first = _tensors(inputs)[0]
+    tensors = _tensors(inputs)
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
     if any((tensor.device, tensor.dtype) != (first.device, first.dtype) for tensor in model.parameters()):
-        model = _moved(copy.deepcopy(model), inputs)  # the weights may be the caller's
+        dtype = first.dtype if first.is_floating_point() else None
+        model = copy.deepcopy(model).to(device=first.device, dtype=dtype)  # the weights may be the caller's
     model.eval()
     with torch.random.fork_rng([first.device] if first.is_cuda else []):
         torch.manual_seed(0)  # some routers draw noise in eval mode too, and some models a mask
@@ -96,7 +98,7 @@ def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
     """Return the largest difference of outputs, None without any; ValueError if it is larger than the tolerance."""
     if inputs is None:
         return None
-    pairs = _tensors(expected), _tensors(outputs(_moved(loaded, inputs), inputs))
+    pairs = _tensors(expected), _tensors(outputs(loaded, inputs))
     if [tensor.shape for tensor in pairs[0]] != [tensor.shape for tensor in pairs[1]]:
         raise ValueError("The exported model's outputs are not as many as the source's, or of other shapes.")
     return max(map(_difference, *pairs), default=None)
@@ -121,10 +123,3 @@ def _tensors(value: Any) -> list[Tensor]:
         value = vars(value)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _moved(model: nn.Module, inputs: Any) -> nn.Module:
-    """Move a model to the device and type of its inputs, in place."""
-    tensors = _tensors(inputs)
-    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-    return model.to(device=tensors[0].device, dtype=dtype)

@@ -1,6 +1,5 @@
 """Upload of a checked model to the Hugging Face Hub, in one commit."""
 
-import hashlib
 import json
 import logging
 import os
@@ -9,46 +8,32 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, Discussion, HfApi, get_token
-from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    build_hf_headers,
-    disable_progress_bars,
-    enable_progress_bars,
-    get_session,
-    hf_raise_for_status,
-)
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, get_session
 from torch import nn
 
-from ..checkpoints.source import WEIGHTS_END, ModelSpec, describe, folder_of, load_source, require_config
-from ..console import printable
+from ..checkpoints.source import ModelSpec, describe, folder_of, load_source, require_config
 from ..convert.blocks import moe_layers
 from ..files import require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import export_dense, export_moe, require_finite_weights, stated_labels
 from .formats import drop_second_num_classes, load_checked
-from .history import History, recorded_history
+from .history import recorded_history
 from .options import Destination, ModelOptions, Statements, grouped
 from .outputs import inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
-#: Seconds until the Hub must have answered the first request.
-TIMEOUT = 10
-#: Seconds for which the Hub may be silent in any later request; the client tries most of them six times.
+#: Seconds for which the Hub may be silent in any request; the client tries most of them six times.
 PATIENCE = 30
-#: Read by hf_xet, if it is installed, when it sends large files for the first time.
-_XET_TIMEOUT = "HF_XET_CLIENT_READ_TIMEOUT"
-_MESSAGE = "Add model"
 #: Files of a repository; other files of a pushed folder are not uploaded.
 _FILES = ("config.json", "model.safetensors", "README.md")
 
@@ -130,12 +115,10 @@ def push_dense(
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
         if export.library == "timm":
-            text = _card_of_folder(made, recorded_history(made), order)
-        else:
-            config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-            facts = foreign_facts(export, config, order.destination)
-            text = card(facts, recorded_history(made), order.statements, order.destination)
-        return _publish(made, text, order, [file.name for file in made.iterdir()])
+            return _publish(made, _timm_card(made, order), order)
+        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+        facts = foreign_facts(export, config, order.destination)
+        return _publish(made, card(facts, recorded_history(made), order.statements, order.destination), order)
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -159,7 +142,7 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
     with tempfile.TemporaryDirectory() as temporary:
         made = export_moe(source, Path(temporary, "model"), **vars(order.settings))
-        return _publish(made, _card_of_folder(made, recorded_history(made), order), order)
+        return _publish(made, _timm_card(made, order), order)
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -188,22 +171,20 @@ class _Order:
     statements: Statements
     settings: ModelOptions
     api: HfApi | None
-    user: str | None
 
 
 def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
     """Check the options and the login, before any work is done."""
     given = {"repo_id": repo_id, "private": private, **options}
     destination, statements, settings = grouped(given, Destination, Statements, ModelOptions)
-    api, user = (None, None) if destination.dry_run else _log_in()
-    return _Order(destination, statements, settings, api, user)
+    return _Order(destination, statements, settings, None if destination.dry_run else _log_in())
 
 
 @contextmanager
 def client_output() -> Iterator[None]:
     """Let the Hub's client log each line once, and show progress bars on a terminal only, for the time of the block."""
     logger = logging.getLogger("huggingface_hub")
-    hide = HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled() and not sys.stderr.isatty()
+    hide = not are_progress_bars_disabled() and not sys.stderr.isatty()
     propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
     if hide:
         disable_progress_bars()
@@ -236,38 +217,26 @@ def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
         raise ValueError(
             f"{folder} states its model and has one kind of weights: export it with these options, and push that."
         )
+    if not (folder / "model.safetensors").exists():
+        raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary, os.path.basename(os.path.abspath(folder)) or "model")  # the card has its name
         copy.mkdir()
         for file in folder.iterdir():
-            if file.name in _FILES or file.suffix in WEIGHTS_END:
-                with (
-                    open(require_file(file, folder), "rb", opener=_open_itself) as source,
-                    open(copy / file.name, "wb") as target,
-                ):
-                    shutil.copyfileobj(source, target)
-        try:
-            model = load_source(copy)
-            require_finite_weights(model)
-            source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
-        except (OSError, ValueError) as error:
-            kind = ValueError if isinstance(error, ValueError) else type(error)
-            raise kind(str(error).replace(str(copy), str(folder))) from error
-        if not (copy / "model.safetensors").exists():
-            raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
+            if file.name in _FILES:
+                shutil.copyfile(require_file(file, folder), copy / file.name)
         if (copy / "README.md").exists() and any(vars(order.statements).values()):
             raise ValueError(
                 f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file "
                 "away."
             )
-        left_out = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
-        if left_out:
-            _logger.info("Not uploaded: %s.", ", ".join(map(printable, left_out)))
+        try:
+            model = load_source(copy)
+            require_finite_weights(model)
+            source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(copy), str(folder))) from error
         yield copy, model
-
-
-def _open_itself(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))  # a link that has come since is not followed
 
 
 def _publish_copy(copy: Path, model: nn.Module, order: _Order) -> Push:
@@ -281,101 +250,54 @@ def _publish_copy(copy: Path, model: nn.Module, order: _Order) -> Push:
         config.get("pretrained_cfg", config)["license"] = settings.license
     if config != json.loads(text):
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return _publish(copy, _card_of_folder(copy, recorded_history(copy), order), order)
+    return _publish(copy, _timm_card(copy, order), order)
 
 
-def _card_of_folder(made: Path, history: History, order: _Order) -> str:
+def _timm_card(made: Path, order: _Order) -> str:
+    """Return the card of a folder in timm's layout, after timm has loaded it."""
     facts = timm_facts(load_checked(made, "timm"), order.destination)
-    return card(facts, history, order.statements, order.destination)
+    return card(facts, recorded_history(made), order.statements, order.destination)
 
 
 # --- the Hub
 
 
-def _publish(folder: Path, card: str, order: _Order, names: Sequence[str] = _FILES) -> Push:
-    """Upload the files of these names that a folder has, and the card unless it has a README.md."""
-    files: dict[str, Path | bytes] = {name: folder / name for name in names if (folder / name).is_file()}
-    text = (folder / "README.md").read_text(encoding="utf-8") if "README.md" in files else card
+def _publish(folder: Path, card: str, order: _Order) -> Push:
+    """Upload the files of a folder, and the card unless there is a README.md among them."""
+    files: dict[str, Path | bytes] = {file.name: file for file in sorted(folder.iterdir())}
+    own = files.pop("README.md", None)
+    text = own.read_text(encoding="utf-8") if isinstance(own, Path) else card
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
     destination, api = order.destination, order.api
     url, revision = None, destination.revision
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
-        with _errors_in_a_sentence(destination), _limited_waiting():
-            request = _open_request(api, order, files) if destination.create_pr else None
-            if request is None:
-                url, revision = _commit(api, files, destination)
-            else:
-                url, revision = request.url, request.git_reference
+        with _asking_the_hub(destination):
+            url, revision = _commit(api, files, destination)
     repo_url = f"{HfApi().endpoint}/{destination.repo_id}"
     return Push(repo_url, destination.repo_id, sizes, text, url, revision)
 
 
-def _log_in() -> tuple[HfApi, str]:
-    """Return a client of the Hub and the user's name, after the Hub has accepted the token."""
-    with _errors_in_a_sentence():
+def _log_in() -> HfApi:
+    """Return a client of the Hub, after the Hub has accepted the token."""
+    with _asking_the_hub():
         token = get_token()
         if token is None:
             raise PermissionError("You are not logged in to the Hub: run hf auth login, or set HF_TOKEN.")
         if not re.fullmatch(r"[!-~]+", token):  # errors of the connection would print it
             raise PermissionError("Your token for the Hub holds characters that no token has: run hf auth login again.")
         api = HfApi(token=True, library_name="timm_moe", library_version=__version__)
-        url = f"{api.endpoint}/api/whoami-v2"
-        response = get_session().get(url, headers=build_hf_headers(token=True), timeout=TIMEOUT)
-        hf_raise_for_status(response)
-        user = response.json()
-        if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise PermissionError("Your token for the Hub may only read: make one with the role write.")
-    return api, user["name"]
-
-
-@contextmanager
-def _limited_waiting() -> Iterator[None]:
-    """Limit the time that the Hub may keep the client waiting, which by itself waits for ever."""
-    client: Any = get_session()
-    before, client.timeout = getattr(client, "timeout", None), PATIENCE
-    is_stated = _XET_TIMEOUT in os.environ
-    os.environ.setdefault(_XET_TIMEOUT, f"{PATIENCE}s")
-    try:
-        yield
-    finally:
-        client.timeout = before
-        if not is_stated:
-            del os.environ[_XET_TIMEOUT]
-
-
-def _open_request(api: HfApi, order: _Order, files: dict[str, Path | bytes]) -> Discussion | None:
-    """Find the user's open pull request with these very files: the answer to an earlier push may have been lost."""
-    repo_id = order.destination.repo_id
-    kind: Any = {"author": order.user, "discussion_type": "pull_request", "discussion_status": "open"}
-    try:
-        for request in api.get_repo_discussions(repo_id, **kind):
-            if request.title == _MESSAGE:
-                held = {file.path: file for file in api.list_repo_tree(repo_id, revision=request.git_reference)}
-                if all(_is_same(held.get(name), file) for name, file in files.items()):
-                    return request
-    except HfHubHTTPError:  # the repository is not there yet, or has no discussions
-        pass
-    return None
-
-
-def _is_same(held: Any, file: Path | bytes) -> bool:
-    """Compare a file on the Hub with one of this machine by the hash that git or Git LFS knows it by."""
-    ours = CommitOperationAdd("file", file)
-    if held is None or held.size != ours.upload_info.size:
-        return False
-    if held.lfs:
-        return held.lfs.sha256 == ours.upload_info.sha256.hex()
-    with ours.as_file() as content:
-        return held.blob_id == hashlib.sha1(b"blob %d\0" % held.size + content.read()).hexdigest()
+    return api
 
 
 def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
     """Make one commit; return its URL, None where the files are there already, and the revision to load."""
     repo_id, revision = destination.repo_id, destination.revision
     try:
-        is_private = api.model_info(repo_id, timeout=TIMEOUT).private
+        is_private = api.model_info(repo_id, timeout=PATIENCE).private
     except RepositoryNotFoundError:
         api.create_repo(repo_id, private=destination.private or None)  # else as the organisation has it
     else:
@@ -383,12 +305,12 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
             raise PermissionError(f"{repo_id} is there already and public: push without --private, or to a new name.")
     if revision is not None and not destination.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    last = api.model_info(repo_id, revision=revision, timeout=TIMEOUT).sha
+    last = api.model_info(repo_id, revision=revision, timeout=PATIENCE).sha
     # upload_folder may spread its files over several commits
     commit = api.create_commit(
         repo_id,
         [CommitOperationAdd(name, file) for name, file in files.items()],
-        commit_message=_MESSAGE,
+        commit_message="Add model",
         revision=revision,
         create_pr=destination.create_pr,
     )
@@ -400,31 +322,37 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
 
 
 @contextmanager
-def _errors_in_a_sentence(destination: Destination | None = None) -> Iterator[None]:
+def _asking_the_hub(destination: Destination | None = None) -> Iterator[None]:
+    """Limit how long the Hub may keep its client waiting, by default for ever, and write each error as a sentence."""
+    client: Any = get_session()
+    before, client.timeout = getattr(client, "timeout", None), PATIENCE
     begin = time.monotonic()
     try:
         yield
     except Exception as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) else None  # of the upload of a file
         cause = cause if isinstance(cause, Exception) else error
-        if isinstance(cause, HTTPError) and "Timeout" in type(cause).__name__:
-            raise ConnectionError(
-                f"The Hub at {HfApi().endpoint} does not answer: it was given {PATIENCE} seconds for each request, and "
-                f"{time.monotonic() - begin:.0f} in all. A push is made whole or not at all, so try again later."
-            ) from error
-        explained = _explained(cause, destination)
+        explained = _explained(cause, destination, time.monotonic() - begin)
         if explained is None:
             raise
         raise explained from error
+    finally:
+        client.timeout = before
 
 
-def _explained(error: Exception, destination: Destination | None) -> Exception | None:
+def _explained(error: Exception, destination: Destination | None, waited: float) -> Exception | None:
     if not isinstance(error, HfHubHTTPError):
+        hub = f"The Hub at {HfApi().endpoint}"
+        if isinstance(error, HTTPError) and "Timeout" in type(error).__name__:
+            return ConnectionError(
+                f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and {waited:.0f} in all. A "
+                "push is made whole or not at all, so try again later."
+            )
         # The first is any of the connection, of any library; the second is of hf_xet.
         if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
             return ConnectionError(
-                f"The Hub at {HfApi().endpoint} cannot be reached or broke off ({type(error).__name__}); a push is "
-                "made whole or not at all, so try again once the network is there."
+                f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made whole or not at all, "
+                "so try again once the network is there."
             )
         return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
     status = error.response.status_code

@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from ..drawings import ALL_COLOURS
+from ..colours import COLOURS
 
 #: Ratio of the largest to the smallest value above which an axis is logarithmic, and steps of an axis of epochs.
 WIDE, TICKS = 100, 8
@@ -33,7 +33,7 @@ def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.C
 
 def loads(rows: Rows, even: float | None) -> Any:
     """Draw a bar for the ``share`` of each ``expert``, and a dashed line across at an even share."""
-    bars = alt.Chart().mark_bar(color=ALL_COLOURS[0])
+    bars = alt.Chart().mark_bar(color=COLOURS[0])
     bars = bars.encode(
         x=alt.X("expert:O", title="expert", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("share:Q", title="share of the choices", axis=alt.Axis(format="%")),
@@ -41,7 +41,7 @@ def loads(rows: Rows, even: float | None) -> Any:
     )
     layers = [bars]
     if even is not None:
-        line = alt.MarkDef("rule", color=ALL_COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False)
+        line = alt.MarkDef("rule", color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False)
         layers.append(_chart([{}]).properties(mark=line).encode(y=alt.datum(even)))
     # The bars have no data of their own, so that they show the choice from the whole chart's data.
     return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(width="container", height=240)
@@ -74,7 +74,7 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
 def reliability(rows: Rows) -> Any:
     """Draw accuracy against confidence in bins, beside the diagonal of a perfectly calibrated classifier."""
     ends = _chart([{"confidence": end, "accuracy": end} for end in (0, 1)])
-    diagonal = ends.mark_line(color=ALL_COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
+    diagonal = ends.mark_line(color=COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
     percent = alt.Axis(format="%")
     shares = [alt.Tooltip(f"{name}:Q", format=".1%") for name in ("confidence", "accuracy")]
     points = _chart(rows).mark_line(point=True)
@@ -103,7 +103,7 @@ def _chart(rows: Rows, height: int | None = None) -> alt.Chart:
 
 def _series(series: str, legend: Any = alt.Undefined) -> dict[str, Any]:
     """Return a colour and a dash for each series; the same legend explains both."""
-    colours = alt.Scale(range=list(ALL_COLOURS))
+    colours = alt.Scale(range=list(COLOURS))
     return {
         "color": alt.Color(f"{series}:N", title=series, scale=colours, legend=legend),
         "strokeDash": alt.StrokeDash(f"{series}:N", title=series, legend=legend),
