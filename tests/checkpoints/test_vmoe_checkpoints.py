@@ -222,7 +222,7 @@ def test_truncated_files(copy, suffix, fraction):
     assert not copy.with_name("a.safetensors").exists()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_never_crash(copy, data):
     """What the index says is checked; the values of the weights carry no checksum."""
@@ -329,7 +329,7 @@ boxes = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(boxes)
 def test_slices_cover_an_array_exactly_once(case):
     """Against an array in which the elements of each slice are counted."""
@@ -342,7 +342,7 @@ def test_slices_cover_an_array_exactly_once(case):
     assert tile(parts, shape) == (valid and np.array_equal(count, expected))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_gaps_and_overlaps_in_a_tiling_are_found(data):
     """Pieces of an array that was cut at random, then one changed."""
