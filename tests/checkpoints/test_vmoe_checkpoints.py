@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import timm_moe
 from timm_moe.checkpoints.sharded import read_arrays, tile
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
+from timm_moe.info import weightless
 from timm_moe_cli import main
 
 FOLDER = DATA / "vmoe"
@@ -91,7 +92,7 @@ def test_imported_weights_can_be_trained_and_resized(tmp_path):
 
 def flax_params(**shape):
     """Arrays of a registered model's size, all zero and never allocated."""
-    with torch.device("meta"):
+    with weightless():
         model = timm.create_model("vmoe_b16", num_experts=8, moe_layers="every-2", num_classes=21843, pre_logits=True)
     zero, dim, depth, heads = torch.zeros(()), 768, 12, 12
     arrays = {
