@@ -16,12 +16,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-#: The process from which others are forked. It only imports, so that no test sees anything of another.
+#: The process from which others are forked. It only imports, so that no test sees anything of another. For what a
+#: request needs besides, it forks a process like itself that imports one module more, and hands the request over.
 _ZYGOTE = """
 import atexit, gc, importlib, json, os, runpy, sys, traceback
-gc.disable()
-for name in sys.argv[1:]:
-    importlib.import_module(name)
 
 def begin(request):
     for number, (file, flags) in enumerate(request["streams"]):
@@ -32,8 +30,6 @@ def begin(request):
     sys.argv = request["argv"]
     folder = os.path.dirname(os.path.abspath(sys.argv[0])) if request["code"] is None else ""
     sys.path[0:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if "timm" in sys.modules and os.environ["TIMM_MOE_AUTOLOAD"] != "0":
-        import timm_moe
 
 def run(request):
     try:
@@ -51,11 +47,7 @@ def run(request):
         return 1
     return 0
 
-gc.freeze()  # no process has to look through what is imported
-gc.enable()
-print("ready", flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
+def status_of(request):
     pid = os.fork()
     if pid == 0:
         status = run(request)
@@ -63,7 +55,41 @@ for line in sys.stdin:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # skips the interpreter's own end: to free torch and timm takes a second
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def forked(module):
+    (requests, send), (receive, answers) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.close(send)
+        serve([module], os.fdopen(requests), os.fdopen(answers, "w"))
+        os._exit(0)
+    os.close(requests)
+    os.close(answers)
+    answers = os.fdopen(receive)
+    answers.readline()
+    return os.fdopen(send, "w"), answers
+
+def serve(modules, requests, answers):
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()  # no process has to look through what is imported
+    gc.enable()
+    print("ready", file=answers, flush=True)
+    others = {}
+    for line in requests:
+        request = json.loads(line)
+        if request["modules"]:
+            name, *request["modules"] = request["modules"]
+            if name not in others:
+                others[name] = forked(name)
+            print(json.dumps(request), file=others[name][0], flush=True)
+            status = others[name][1].readline().strip()
+        else:
+            status = status_of(request)
+        print(status, file=answers, flush=True)
+
+serve(sys.argv[1:], sys.stdin, sys.stdout)
 """
 
 
@@ -116,15 +142,18 @@ def _kill(leader):
 
 
 def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
-    # torch hands over to the package when it is imported itself; where timm is there already, the child imports it.
-    zygote = _zygote(modules, "0" if "timm" in modules else autoload, settings)
+    # torch hands over to the package when it is imported itself; where timm is there already, the package comes last.
+    has_timm = "timm" in modules
+    first = SCRIPTS_NEED if has_timm else modules
+    further = [name for name in modules if name not in first] + ["timm_moe"] * (has_timm and autoload != "0")
+    zygote = _zygote(first, "0" if has_timm else autoload, settings)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_text(input)
         flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
         streams = [(str(file), flag) for file, flag in zip(files, flags, strict=True)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TIMM_MOE_AUTOLOAD": autoload, **dict(settings), **env}
-        request = dict(argv=argv, code=code, cwd=str(cwd or Path.cwd()), env=env, streams=streams)
+        request = dict(argv=argv, code=code, cwd=str(cwd or Path.cwd()), env=env, streams=streams, modules=further)
         try:
             zygote.stdin.write(json.dumps(request) + "\n")
             zygote.stdin.flush()

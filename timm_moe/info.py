@@ -3,14 +3,16 @@
 import difflib
 import math
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
 from timm.models import model_entrypoint
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .convert.blocks import moe_layers
@@ -99,9 +101,27 @@ def is_named_after_stock(name: str) -> bool:
     return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
 
 
+#: Methods by which initialisations set values.
+_SET_VALUES = (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_)
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Within the block, skip changes of values on the meta device: there are none, but clamp_ takes milliseconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in _SET_VALUES and args[0].is_meta else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Within the block, make models on the meta device, without memory for their weights."""
+    with torch.device("meta"), _WithoutValues():
+        yield
+
+
 def weightless_model(name: str, **kwargs: Any) -> nn.Module:
     """Create a model on the meta device, without memory for its weights."""
-    with torch.device("meta"):
+    with weightless():
         return timm.create_model(name, **kwargs)
 
 

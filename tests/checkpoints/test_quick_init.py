@@ -4,10 +4,12 @@ import timm
 import torch
 from common import SMALL_VIT
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
 from timm_moe.checkpoints.quick_init import quick_init
 from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.info import weightless_model
 
 
 def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():
@@ -38,3 +40,26 @@ def test_routers_that_a_dense_checkpoint_lacks_are_drawn(tmp_path):
         assert 0.01 < layer.router.weight.std() < 0.04
         assert len(layer.router.weight.unique()) > 2**14  # of 24,576
         assert torch.equal(layer.fc1.weight[0], layer.fc1.weight[1])
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of torch's operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.add(operator.overloadpacket.__name__)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_model_without_weights_is_made_without_the_work_of_truncated_normals():
+    model = timm.create_model("vit_tiny_moe", **SMALL_VIT)
+    with Operators() as operators:
+        weightless = weightless_model("vit_tiny_moe", **SMALL_VIT)
+    assert "empty" in operators.names
+    assert operators.names.isdisjoint({"erfinv_", "mul_", "add_", "clamp_"})
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in weightless.state_dict().items()} == shapes
+    assert all(parameter.is_meta and parameter.requires_grad for parameter in weightless.parameters())

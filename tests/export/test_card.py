@@ -4,6 +4,8 @@ import inspect
 import itertools
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import timm
@@ -188,10 +190,15 @@ def harmless(text):
     return True
 
 
+@pytest.fixture(scope="module")
+def exported(checkpoints, tmp_path_factory):
+    return export_moe(checkpoints["vit_tiny_ewa_moe"], tmp_path_factory.mktemp("exported") / "moe")
+
+
 @pytest.fixture
-def strange(checkpoint, tmp_path):
+def strange(exported, tmp_path):
     """A folder whose config.json can be changed again and again."""
-    folder = export_moe(checkpoint, tmp_path / "moe")
+    folder = Path(shutil.copytree(exported, tmp_path / "moe"))
     original = (folder / "config.json").read_text()
 
     def changed(change):

@@ -58,7 +58,7 @@ def values_and_gradients(layer, x):
     return {"y": y, "x": x.grad} | {name: parameter.grad for name, parameter in layer.named_parameters()}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=layers())
 def test_values_and_gradients_are_those_without_unused_slots(case):
     layer, x = case

@@ -71,7 +71,7 @@ def capacity(router, x):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(case=routers())
 def test_every_kept_row_goes_out_and_comes_back_once(case):
     router, x, choices = case

@@ -57,7 +57,7 @@ def routings(draw):
 
 
 @pytest.mark.parametrize("road", ["eager", pytest.param("compiled", marks=pytest.mark.ci)])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=routings())
 def test_layer_equals_the_slow_reference(road, case):
     torch.manual_seed(0)

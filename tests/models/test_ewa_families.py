@@ -14,6 +14,7 @@ from timm.models import get_arch_pretrained_cfgs, list_models, model_entrypoint
 
 import timm_moe
 from timm_moe.export.export import export_moe
+from timm_moe.info import weightless
 from timm_moe.models import ewa
 from timm_moe.papers.catalogue import row
 
@@ -153,7 +154,7 @@ def test_the_page_of_the_models(architecture):
 
 
 def test_networks_that_must_not_be_divided_are_not_found():
-    with torch.device("meta"):
+    with weightless():
         mixer = timm.create_model("mixer_s16_224")
         relative = timm.create_model("vit_srelpos_small_patch16_224")
         pooling = timm.create_model("vit_base_patch16_siglip_224")

@@ -15,6 +15,7 @@ from timm.optim import create_optimizer_v2
 from torchvision.models import feature_extraction
 
 import timm_moe
+from timm_moe.info import weightless
 
 SIZES = ("tiny", "small", "base", "large")
 
@@ -31,7 +32,7 @@ def test_names_take_over_every_pretrained_tag_of_their_stock_model(size):
 
 def test_parameter_ratio_of_the_papers_table_1():
     # numbers.json: V-MoE-S with 8 experts in every other block is 3.25 times ViT-S, 3.2505 without routers
-    with torch.device("meta"):
+    with weightless():
         moe = timm.create_model("vit_small_ewa_moe", num_experts=8)
         dense = timm.create_model("vit_small_patch16_224")
     ratio = sum(p.numel() for p in moe.parameters()) / sum(p.numel() for p in dense.parameters())
@@ -39,7 +40,7 @@ def test_parameter_ratio_of_the_papers_table_1():
 
 
 def test_xtiny_is_the_papers_small_data_model():
-    with torch.device("meta"):
+    with weightless():
         model = timm.create_model("vit_xtiny_ewa_moe")
     assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71  # arXiv 2112.13492
     assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
@@ -236,7 +237,7 @@ ROUTED = {
 def test_routed_models_have_the_weights_and_the_size_of_their_stock_model(name, stock):
     weights = [(cfg.tag, cfg.hf_hub_id) for cfg in get_arch_pretrained_cfgs(stock).values()]
     assert [(cfg.tag, cfg.hf_hub_id) for cfg in get_arch_pretrained_cfgs(name).values()] == weights
-    with torch.device("meta"):
+    with weightless():
         dense, model = timm.create_model(stock), timm.create_model(name)
     shapes = {key: value.shape for key, value in dense.state_dict().items()}
     assert {key: value.shape for key, value in timm_moe.to_dense(model).state_dict().items()} == shapes
@@ -253,7 +254,7 @@ def test_routed_models_have_the_weights_and_the_size_of_their_stock_model(name, 
     ],
 )
 def test_routed_models_are_the_papers(name, layers, experts, options):
-    with torch.device("meta"):
+    with weightless():
         model = timm.create_model(name)
     assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in layers]
     for path, layer in timm_moe.moe_layers(model).items():
@@ -413,14 +414,14 @@ def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
     cfg = timm.models.get_pretrained_cfg(name).to_dict()
     config = {"architecture": name, "num_classes": 7, "pretrained_cfg": {**cfg, "num_classes": 7}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with torch.device("meta"):
+    with weightless():
         assert timm.create_model(f"local-dir:{tmp_path}").num_classes == 7
         assert timm.create_model(f"local-dir:{tmp_path}", num_classes=3).num_classes == 3
 
 
 @pytest.mark.parametrize(("name", "default"), [("vimoe_s14", 1000), ("vit_xtiny_ewa_moe", 100), ("pit_xs_32", 100)])
 def test_classes_that_nobody_states(name, default):
-    with torch.device("meta"):
+    with weightless():
         assert timm.create_model(name).num_classes == default
         assert timm.create_model(name, num_classes=0).num_classes == 0
         assert timm.create_model(name, pretrained_cfg_overlay={"num_classes": 7}).num_classes == 7

@@ -21,6 +21,7 @@ from timm_moe.info import (
     registered_models,
     router_parameters,
     training_flops,
+    weightless,
     weightless_model,
 )
 from timm_moe.papers.papers import FIGURES, PAPERS, Figure, page
@@ -216,7 +217,7 @@ def test_the_baselines_of_widenet(name, moe_blocks, num_classes, computed, print
     The last blocks of ViT-MoE have 4 experts of 4096 hidden units. There is a linear layer before the classifier in
     pre-training, not on CIFAR-10, and the class token is zero, no parameter.
     """
-    with torch.device("meta"):
+    with weightless():
         model = timm.create_model(name, num_classes=num_classes)
         model.cls_token = None
         if moe_blocks:

@@ -17,6 +17,13 @@ def test_the_oldest_versions_are_the_same_everywhere():
     assert f"timm ≥ {PROMISED['timm']} and torch ≥ {PROMISED['torch']} are required" in page
 
 
+def test_the_oldest_versions_passed_the_suite():
+    tested = [dict(zip(versions.COLUMNS, row, strict=True)) for row in versions.rows(versions.PAGE.read_text())]
+    oldest = [row for row in tested if (row["timm"], row["torch"]) == (PROMISED["timm"], f"{PROMISED['torch']}.0")]
+    assert oldest
+    assert {row["failed"] for row in tested} == {"0"}
+
+
 def test_a_run_replaces_the_row_of_its_versions():
     row = [*versions.installed(), "no", "3", "1", "2", "2026-01-01"]
     older = ["3.10.1", "2.2.0", *row[2:]]

@@ -118,9 +118,9 @@ def test_the_most_confused_classes_come_first():
 
 
 SITTING = [
-    ("twins_svt_small_ewa_moe", {}, 18, 9, "blocks.0.1.mlp"),
-    ("cait_xxs24_224_ewa_moe", {}, 26, 13, "blocks_token_only.1.mlp"),
-    ("tnt_s_patch16_224_ewa_moe", {}, 24, 12, "blocks.3.mlp"),
+    ("twins_svt_small_ewa_moe", dict(depths=(2, 2, 2, 2)), 8, 4, "blocks.0.1.mlp"),
+    ("cait_xxs24_224_ewa_moe", dict(depth=6), 8, 4, "blocks_token_only.1.mlp"),
+    ("tnt_s_patch16_224_ewa_moe", dict(depth=4), 8, 4, "blocks.3.mlp"),
     ("pit_xs_32_ewa_moe", {}, 12, 6, "transformers.0.blocks.1.mlp"),
     ("widenet_b", dict(depth=3), 3, 3, "block 2"),
     ("vit_tiny_moe", {}, 12, 6, "block 1"),

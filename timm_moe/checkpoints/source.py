@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..console import printable
 from ..convert.blocks import moe_layers, unwrapped
 from ..files import require_file
-from ..info import check_registered
+from ..info import check_registered, weightless
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
@@ -347,7 +347,7 @@ def _sketch(blueprint: Blueprint, args: dict[str, Any], state_dict: dict[str, Te
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, (int, float)) and number > size:
                 raise ValueError(f"{origin} states {name}={number:g}, too much for weights of {size:,} bytes.")
-    with torch.device("meta"), bounded_work(20_000 + 40 * len(state_dict)) if origin else nullcontext():
+    with weightless(), bounded_work(20_000 + 40 * len(state_dict)) if origin else nullcontext():
         model = _create(blueprint, args)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if origin and needed > 64 * size + 2**28:  # a dense network may become many experts

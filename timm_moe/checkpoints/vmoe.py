@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
+from ..info import weightless_model
 from ..models.vision_transformer import vmoe_variants
 from .sharded import read_arrays
 
@@ -107,8 +107,7 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
             shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in paths)
             raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
     name, kwargs = model_from_flax(params)
-    with torch.device("meta"):
-        expected = timm.create_model(name, **kwargs).state_dict()
+    expected = weightless_model(name, **kwargs).state_dict()
     for name, tensor in expected.items():
         if name not in state_dict or state_dict[name].shape != tensor.shape:
             found = tuple(state_dict[name].shape) if name in state_dict else "missing"
