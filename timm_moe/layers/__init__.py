@@ -2,6 +2,7 @@
 
 from .dispatch import Routing
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
+from .expert_choice import ExpertChoiceRouter
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .router import Router, routing_to
@@ -15,10 +16,12 @@ from .routers import (
     TilingRouter,
     TopKRouter,
 )
+from .soft_moe import SoftMoeMlp, SoftRouter
 
 __all__ = [
     "EnsembleRouter",
     "EwaMlp",
+    "ExpertChoiceRouter",
     "Experts",
     "ImageRouter",
     "MemberLoss",
@@ -31,6 +34,8 @@ __all__ = [
     "RouterRecord",
     "Routing",
     "SharedExpertMlp",
+    "SoftMoeMlp",
+    "SoftRouter",
     "TilingRouter",
     "TopKRouter",
     "begin_forward",

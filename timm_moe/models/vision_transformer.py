@@ -1,4 +1,5 @@
-"""Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732), Switch."""
+"""Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732), Switch,
+Soft MoE (2308.00951)."""
 
 from collections import OrderedDict
 from functools import partial
@@ -77,6 +78,10 @@ _VIMOE: dict[str, Any] = {
     **dict(weights="dinov2", num_experts=8, moe_layers="tail-2", expert_init="same", init_values=1e-5, img_size=224),
     **dict(router="top_k", top_k=1, routing_unit="image", aux_loss="balance", aux_loss_weight=0.01),
 }
+#: Soft MoE (section 3): one slot for each expert, in the second half of the blocks; H has experts in the last 16.
+_SOFT: dict[str, Any] = dict(num_experts=128, moe_layers="tail-6", expert_init="same", router="soft")
+#: Its ViT: no class token, the mean of the normalised tokens, queries and keys normalised.
+_SOFT_VIT: dict[str, Any] = dict(class_token=False, global_pool="avg", fc_norm=False, qk_norm=True)
 #: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
 VMOE_S_CFG: dict[str, Any] = {
     **dict(num_classes=1000, first_conv="patch_embed.proj", classifier="head"),
@@ -119,6 +124,11 @@ def vmoe_variants(prefix: str, model: str, options: dict[str, Any]) -> dict[str,
     }
 
 
+def _soft_moe(description: str, size: str, patch: int, **options: Any) -> Variant:
+    args = vit_args(size, patch, **{**_SOFT_VIT, **_SOFT, **options})
+    return Variant(description, f"vit_{size}_patch{patch}_224", args, _SOFT_VIT)
+
+
 _VARIANTS = {
     "vit_tiny_ewa_moe": _of_size("EWA ViT-Ti/16.", "tiny", 16),
     "vit_small_ewa_moe": _of_size("EWA ViT-S/16.", "small", 16),
@@ -132,6 +142,11 @@ _VARIANTS = {
     "vimoe_s14_shared": _of_size("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
     "vimoe_b14": _of_size("ViMoE-B/14.", "base", 14, **_VIMOE),
     "vimoe_b14_shared": _of_size("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
+    "soft_moe_s16": _soft_moe("Soft MoE-S/16.", "small", 16),
+    "soft_moe_s14": _soft_moe("Soft MoE-S/14.", "small", 14, num_experts=256),
+    "soft_moe_b16": _soft_moe("Soft MoE-B/16.", "base", 16),
+    "soft_moe_l16": _soft_moe("Soft MoE-L/16.", "large", 16, moe_layers="tail-12"),
+    "soft_moe_h14": _soft_moe("Soft MoE-H/14.", "huge", 14, num_experts=256, moe_layers="tail-16"),
 }
 
 
