@@ -9,10 +9,10 @@ from timm.layers import Mlp
 from timm_moe.layers import ExpertChoiceRouter, MoeMlp
 
 
-def layer(width=5, num_experts=3, **options):
+def layer(width=5, num_experts=3, hidden=6, **options):
     router = ExpertChoiceRouter(width, num_experts, **{"noise_std": 0.0, **options})
     torch.nn.init.normal_(router.weight)
-    return MoeMlp(Mlp(width, 6), router, num_experts, "independent").double()
+    return MoeMlp(Mlp(width, hidden), router, num_experts, "independent").double()
 
 
 def reference(moe, rows):
@@ -84,3 +84,18 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"group_images=2 does not divide the batch of 3 images\."):
         moe(x)
     assert moe.eval()(x).shape == x.shape
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_values_and_gradients_equal_vmoe(golden, factor):
+    case = golden("expert_choice")
+    moe = layer(6, 4, hidden=5, capacity_factor=factor)
+    tensors = {name: case[f"{name[:3]}_{name[4]}"] for name in moe.stacked_shapes}
+    moe.load_state_dict({**tensors, "router.weight": case[f"c{factor}_kernel"].T})
+    x = case["x"].requires_grad_()
+    y = moe(x)
+    torch.testing.assert_close(y, case[f"c{factor}_y"], rtol=1e-9, atol=1e-9)
+    gradients = torch.autograd.grad((y * case["wanted"]).sum(), [x, moe.router.weight])
+    torch.testing.assert_close(
+        list(gradients), [case[f"c{factor}_grad_x"], case[f"c{factor}_grad_kernel"].T], rtol=1e-9, atol=1e-9
+    )

@@ -98,3 +98,20 @@ def test_bad_input_is_refused():
         layer()(torch.randn(3, 5, dtype=torch.float64))
     with pytest.raises(ValueError, match="no routing to give"):
         layer()(torch.randn(1, 3, 5, dtype=torch.float64), routing=object())
+
+
+def test_values_and_gradients_equal_vmoe(golden):
+    case = golden("soft_moe")
+    experts, hidden, width = case["fc1_w"].shape
+    moe = layer(width, hidden, experts, slots=2)
+    tensors = {name: case[f"{name[:3]}_{name[4]}"] for name in moe.stacked_shapes}
+    moe.load_state_dict({**tensors, "router.slots": case["mu"].permute(1, 2, 0), "router.scale": case["scale"][None]})
+    x = case["x"].requires_grad_()
+    dispatch, combine = moe.router(x)
+    torch.testing.assert_close(dispatch, case["dispatch"].flatten(2), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(combine, case["combine"].flatten(2), rtol=1e-9, atol=1e-9)
+    y = moe(x)
+    torch.testing.assert_close(y, case["y"], rtol=1e-9, atol=1e-9)
+    gradients = torch.autograd.grad((y * case["wanted"]).sum(), [x, moe.router.slots, moe.router.scale])
+    expected = [case["grad_x"], case["grad_mu"].permute(1, 2, 0), case["grad_scale"][None]]
+    torch.testing.assert_close(list(gradients), expected, rtol=1e-9, atol=1e-9)
