@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import Routing, expert_capacity
+from .dispatch import Routing, expert_capacity, has_equal_slots
 from .functional import no_autocast
 from .router import Router
 
@@ -80,7 +80,7 @@ class ExpertChoiceRouter(Router):
         """
         batch, rows = x.shape[0], math.prod(x.shape[1:-1])
         size = self.group_images
-        if batch % size:
+        if size > 1 and batch % size:
             if self.training:
                 raise ValueError(f"group_images={size} does not divide the batch of {batch} images.")
             size = batch
@@ -102,7 +102,7 @@ class ExpertChoiceRouter(Router):
             offsets=torch.arange(1, experts + 1, device=x.device) * (groups * capacity),
             slots=slot_GES.mT.flatten(0, 1),
             gates=gate_GSE.flatten(0, 1),
-            capacity=groups * capacity,
+            capacity=groups * capacity if has_equal_slots(x.device) else None,
         )
 
     def probabilities(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .checks import check_integer
 from .dispatch import Routing
-from .functional import no_autocast
+from .functional import in_plain_operators, no_autocast
 from .moe_mlp import MoeMlp
 from .router import Router
 
@@ -105,7 +105,10 @@ class SoftMoeMlp(MoeMlp):
         dispatch_BNS, combine_BNS = self.router(x_BND, padding)
         x_BSD = dispatch_BNS.mT.to(x.dtype) @ x_BND
         x_EBPD = x_BSD.unflatten(1, (self.num_experts, -1)).transpose(0, 1)
-        y_ND = self._run_batched(x_EBPD.flatten(0, 2), capacity=x_EBPD.shape[1] * x_EBPD.shape[2])
+        capacity = x_EBPD.shape[1] * x_EBPD.shape[2]
+        is_batched = not (x.is_cpu and self.is_grouped) or in_plain_operators() or torch.compiler.is_exporting()
+        offsets = torch.arange(1, self.num_experts + 1) * capacity
+        y_ND = self.run(x_EBPD.flatten(0, 2), offsets, capacity if is_batched else None)  # runs are faster on a CPU
         y_BSD = y_ND.unflatten(0, x_EBPD.shape[:3]).transpose(0, 1).flatten(1, 2)
         y_BND = combine_BNS.to(y_BSD.dtype) @ y_BSD
         if padding is not None:
