@@ -87,12 +87,12 @@ class ExpertChoiceRouter(Router):
         groups, experts = batch // size, self.num_experts
         capacity = min(size * rows, expert_capacity(size * rows, experts, self.capacity_factor, "round", 1))
         gate_GSE = self._gates(x.reshape(groups, size * rows, x.shape[-1]))
-        row_GEC = gate_GSE.mT.topk(capacity, 2).indices
+        row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
         group_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1)
         slot_GEC = torch.arange(experts * groups * capacity, device=x.device).view(experts, groups, -1).transpose(0, 1)
         unused = experts * groups * capacity  # the last slot, for rows that an expert did not take
         slot_GES = row_GEC.new_full((groups, experts, size * rows), unused).scatter(2, row_GEC, slot_GEC)
-        gate_GSE = torch.where(slot_GES.mT < unused, gate_GSE, 0)
+        gate_GSE = torch.where(slot_GES.transpose(1, 2) < unused, gate_GSE, 0)
         if self.gate_mode == "renorm":
             total_GS1 = gate_GSE.sum(2, keepdim=True)
             gate_GSE = gate_GSE / torch.where(total_GS1 > 0, total_GS1, 1)
@@ -100,7 +100,7 @@ class ExpertChoiceRouter(Router):
         return Routing(
             token_indices=nn.functional.pad(of_row_EGC.flatten(), (0, 1)),
             offsets=torch.arange(1, experts + 1, device=x.device) * (groups * capacity),
-            slots=slot_GES.mT.flatten(0, 1),
+            slots=slot_GES.transpose(1, 2).flatten(0, 1),
             gates=gate_GSE.flatten(0, 1),
             capacity=groups * capacity if has_equal_slots(x.device) else None,
         )

@@ -212,7 +212,9 @@ class Experts(StackedParameters):
         data-parallel training needs.
         """
         if capacity is not None:
-            return self._run_batched(x_ND, capacity)
+            rows = self.num_experts * capacity
+            y_ECD = self.run_batched(x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1]))
+            return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
         is_on_host = end_E.is_cpu or end_E.is_meta
         if not is_on_host and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
             end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward
@@ -229,15 +231,11 @@ class Experts(StackedParameters):
         y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0))
         return y_NH.masked_fill(is_after_N1, 0)
 
-    def _run_batched(self, x_ND: Tensor, capacity: int) -> Tensor:
-        """Apply each expert to ``capacity`` rows, by batched products that need no counts."""
-        rows = self.num_experts * capacity
-        x_ECD = x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1])
-        if self._grouped is None:
-            y_ECD = torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
-        else:
-            y_ECD = self._call(self._grouped, self.expert_weights(), x_ECD)
-        return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
+    def run_batched(self, x_ECD: Tensor) -> Tensor:
+        """Apply each expert to C rows, (E, C, D), by batched products that need no counts."""
+        if self._grouped is not None:
+            return self._call(self._grouped, self.expert_weights(), x_ECD)
+        return torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
 
     def each(self) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""

@@ -103,14 +103,18 @@ class SoftMoeMlp(MoeMlp):
             padding = padding.flatten(1) if padding.shape == x.shape[:-1] else None
         x_BND = x.flatten(1, -2)
         dispatch_BNS, combine_BNS = self.router(x_BND, padding)
-        x_BSD = dispatch_BNS.mT.to(x.dtype) @ x_BND
-        x_EBPD = x_BSD.unflatten(1, (self.num_experts, -1)).transpose(0, 1)
-        capacity = x_EBPD.shape[1] * x_EBPD.shape[2]
-        is_batched = not (x.is_cpu and self.is_grouped) or in_plain_operators() or torch.compiler.is_exporting()
-        offsets = torch.arange(1, self.num_experts + 1) * capacity
-        y_ND = self.run(x_EBPD.flatten(0, 2), offsets, capacity if is_batched else None)  # runs are faster on a CPU
-        y_BSD = y_ND.unflatten(0, x_EBPD.shape[:3]).transpose(0, 1).flatten(1, 2)
+        x_BSD = dispatch_BNS.transpose(1, 2).to(x.dtype) @ x_BND
+        x_ECD = x_BSD.unflatten(1, (self.num_experts, -1)).transpose(0, 1).flatten(1, 2)  # C = B P
+        y_EBPD = self._run_slots(x_ECD).unflatten(1, (-1, self.router.slots_per_expert))
+        y_BSD = y_EBPD.transpose(0, 1).flatten(1, 2)
         y_BND = combine_BNS.to(y_BSD.dtype) @ y_BSD
         if padding is not None:
             y_BND = y_BND.masked_fill(padding.unsqueeze(2), 0)
         return y_BND.unflatten(1, x.shape[1:-1])
+
+    def _run_slots(self, x_ECD: Tensor) -> Tensor:
+        """Apply each expert to its C rows: as runs on a CPU, where that is faster."""
+        if not (x_ECD.is_cpu and self.is_grouped) or in_plain_operators() or torch.compiler.is_exporting():
+            return self.run_batched(x_ECD)
+        offsets = torch.arange(1, self.num_experts + 1) * x_ECD.shape[1]
+        return self.run(x_ECD.flatten(0, 1), offsets).unflatten(0, x_ECD.shape[:2])
