@@ -131,7 +131,11 @@ def test_weights_that_cannot_begin_anew_are_told():
             "The layer of router 'x' is a Mlp, not a MoeMlp",
         ),
         ({"router": lambda dim, num_experts: None}, TypeError, "is a NoneType, not a torch.nn.Module"),
-        ({"router": "position"}, ValueError, "top_k, fused, modulo, got 'position'; one of your own is registered"),
+        (
+            {"router": "position"},
+            ValueError,
+            "top_k, expert_choice, soft, fused, modulo, got 'position'; one of your own is registered",
+        ),
         ({"router": "modulo", "shared_init": "zero_out"}, ValueError, "is an option of shared_expert=True"),
     ],
 )

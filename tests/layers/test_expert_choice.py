@@ -18,7 +18,7 @@ def layer(width=5, num_experts=3, hidden=6, **options):
 def reference(moe, rows):
     """Compute the rows (S, D) of one group expert by expert (arXiv 2202.09368, section 3.2)."""
     router, experts = moe.router, moe.num_experts
-    gates = [[gate for gate in (router.weight @ row).softmax(0)] for row in rows]
+    gates = [list((router.weight @ row).softmax(0)) for row in rows]
     capacity = min(round(len(rows) * router.capacity_factor / experts), len(rows))
     takes = [sorted(range(len(rows)), key=lambda s: -gates[s][e].item())[:capacity] for e in range(experts)]
     outputs = []

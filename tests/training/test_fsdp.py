@@ -164,7 +164,11 @@ def training_worker(rank, folder, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["random partitions", *(pytest.param(name, marks=pytest.mark.ci) for name in MODELS if name != "random partitions")]
+    "name",
+    [
+        "random partitions",
+        *(pytest.param(name, marks=pytest.mark.ci) for name in MODELS if name != "random partitions"),
+    ],
 )
 def test_training_is_that_of_one_process(tmp_path, name):
     run_ranks(training_worker, (str(tmp_path), name), 2)

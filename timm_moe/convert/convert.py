@@ -48,8 +48,8 @@ def convert_to_moe(
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE;
             ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts compute mixtures of an
             image's tokens (Soft MoE); ``"fused"``, where learned weights merge the experts into one network before each
-            forward (ExFusion); the name of a router registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable ``(dim,
-            num_experts) -> nn.Module``.
+            forward (ExFusion); the name of a router registered by :func:`timm_moe.register_router`; a
+            :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts) -> nn.Module``.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
             ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for

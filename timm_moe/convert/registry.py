@@ -263,9 +263,7 @@ register_router(
         built_in=True,
     )
 )
-register_router(
-    RouterSpec("expert_choice", ExpertChoiceRouter, _options_of(ExpertChoiceRouter), built_in=True)
-)
+register_router(RouterSpec("expert_choice", ExpertChoiceRouter, _options_of(ExpertChoiceRouter), built_in=True))
 register_router(
     RouterSpec("soft", SoftRouter, _options_of(SoftRouter), layer=SoftMoeMlp, layer_options={}, built_in=True)
 )
