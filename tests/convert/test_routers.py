@@ -115,7 +115,11 @@ def test_weights_that_cannot_begin_anew_are_told():
         ({"router": "modulo", "common_share": 0.5}, ValueError, "common_share is an option of router='fused'"),
         ({"router": "top_k", "step": 2}, ValueError, "'modulo', which router='top_k' does not have"),
         ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
-        ({"router": "position"}, ValueError, "top_k, fused, modulo, got 'position'; one of your own is registered"),
+        (
+            {"router": "position"},
+            ValueError,
+            "top_k, expert_choice, soft, fused, modulo, got 'position'; one of your own is registered",
+        ),
         ({"router": "modulo", "shared_init": "zero_out"}, ValueError, "is an option of shared_expert=True"),
     ],
 )

@@ -45,6 +45,8 @@ ROUTED = [
     ("vimoe_s14_shared", {}),
     ("vimoe_s14", dict(top_k=2, eval_capacity_factor=1.0)),
     ("widenet_b", dict(eval_capacity_factor=0.8, capacity_rounding="floor")),
+    ("vit_tiny_ewa_moe", dict(router="expert_choice", capacity_factor=1.5)),
+    ("soft_moe_s16", dict(num_experts=3, moe_layers="every-2", slots_per_expert=2)),
     ("vmoe_pbe_s32", {}),
     ("vmoe_pbe_s32", dict(ensemble="partitioning")),
     ("vmoe_pbe_s32", dict(ensemble="multi_head", top_k=2)),

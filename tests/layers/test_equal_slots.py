@@ -148,6 +148,12 @@ MODELS = {
     "vmoe_pbe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 0),
     "vimoe_s14_shared": (dict(img_size=28, embed_dim=32, depth=2, num_heads=2), 1, 1),
     "vit_tiny_moe": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, top_k=2, capacity_factor=4.0), 1, 1),
+    "soft_moe_s16": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_experts=3, moe_layers="every-2"), 0, 0),
+    "vit_tiny_ewa_moe": (
+        dict(img_size=32, embed_dim=32, depth=2, num_heads=2, router="expert_choice", capacity_factor=2.0),
+        0,
+        0,
+    ),
     "ones_b": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2), 0, 1),
 }
 

@@ -18,6 +18,8 @@ MODELS = {
     "vmoe_pbe_b16": dict(num_experts=4),
     "vimoe_s14_shared": dict(patch_size=8),
     "vimoe_s14_shared, zero": dict(shared_init="zero_out"),
+    "soft_moe_s16": dict(num_experts=3, moe_layers="every-2"),
+    "vit_tiny_moe, expert choice": dict(num_experts=3, router="expert_choice"),
     "widenet_b": {},
     "widenet_b, official": dict(official_compat=True),
     "beit_base_patch16_224_ewa_moe": {},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..files import check_writable, written_whole
 from ..info import weightless_model
-from ..models.vision_transformer import vmoe_variants
+from ..models.registration import vmoe_variants
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")

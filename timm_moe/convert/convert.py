@@ -8,7 +8,7 @@ import torch
 from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, SharedExpertMlp
+from ..layers import EwaMlp, MoeMlp, SharedExpertMlp, SoftMoeMlp
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
 from .blocks import ModelT, put, refuse_wrapped, select_blocks
@@ -18,7 +18,7 @@ from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
 
 # Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
-for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp):
+for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp, SoftMoeMlp):
     register_notrace_module(_layer_class)
 
 
@@ -45,10 +45,11 @@ def convert_to_moe(
             ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
             ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names. A block whose
             network cannot become experts counts too: a rule leaves it as it is, with a warning; its number is an error.
-        router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE; ``"fused"``, where
-            learned weights merge the experts into one network before each forward (ExFusion); the name of a router
-            registered by :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable ``(dim,
-            num_experts) -> nn.Module``.
+        router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE;
+            ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts compute mixtures of an
+            image's tokens (Soft MoE); ``"fused"``, where learned weights merge the experts into one network before each
+            forward (ExFusion); the name of a router registered by :func:`timm_moe.register_router`; a
+            :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts) -> nn.Module``.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
             ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
@@ -64,7 +65,13 @@ def convert_to_moe(
     Of ``router="fused"``:
         common_share: fixed weight of the first expert, as of XFT's shared expert; 0 for none.
 
-    Of ``router="top_k"`` and routers of other packages:
+    Of ``router="soft"``:
+        slots_per_expert: mixtures of an image's tokens that each expert computes.
+
+    Of ``router="expert_choice"``:
+        capacity_factor, noise_std, gate_mode, group_images: see :class:`timm_moe.layers.ExpertChoiceRouter`.
+
+    Of ``router="top_k"``, ``"expert_choice"`` and routers of other packages:
         shared_expert: add an expert without a gate that every token passes through (ViMoE).
         shared_init: its initial weights: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, so that it
             adds nothing.

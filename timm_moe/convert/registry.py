@@ -12,12 +12,15 @@ from torch import nn
 from ..layers import (
     EnsembleRouter,
     EwaMlp,
+    ExpertChoiceRouter,
     ImageRouter,
     MoeMlp,
     MultiHeadRouter,
     PartitionedRouter,
     RandomPartition,
     SharedExpertMlp,
+    SoftMoeMlp,
+    SoftRouter,
     TilingRouter,
     TopKRouter,
 )
@@ -235,19 +238,25 @@ register_router(
         built_in=True,
     )
 )
-_ROUTER_OPTIONS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(TopKRouter).parameters.items()
-    if name not in ("dim", "num_experts", "loss_weights")
-}
+
+
+def _options_of(router: type[nn.Module]) -> dict[str, Any]:
+    parameters = inspect.signature(router).parameters.items()
+    return {name: found.default for name, found in parameters if name not in ("dim", "num_experts", "loss_weights")}
+
+
 _CHOICES = dict(aux_loss="balance", aux_loss_weight=0.01, routing_unit="token", ensemble_size=1, ensemble="pbe")
 register_router(
     RouterSpec(
         "top_k",
         _top_k_router,
-        {**_ROUTER_OPTIONS, **_CHOICES},
+        {**_options_of(TopKRouter), **_CHOICES},
         last_factory=partial(_top_k_router, is_last=True),
         check=_check_top_k,
         built_in=True,
     )
+)
+register_router(RouterSpec("expert_choice", ExpertChoiceRouter, _options_of(ExpertChoiceRouter), built_in=True))
+register_router(
+    RouterSpec("soft", SoftRouter, _options_of(SoftRouter), layer=SoftMoeMlp, layer_options={}, built_in=True)
 )

@@ -1,11 +1,12 @@
 """Expert layers in plain PyTorch, without timm, training loops or files."""
 
-from .dispatch import Routing
+from .dispatch import Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
+from .expert_choice import ExpertChoiceRouter
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
-from .router import Router, routing_to
-from .router_records import RecordingRouter, RouterRecord, begin_forward
+from .recording_router import RecordingRouter, RouterRecord, begin_forward
+from .router import Router
 from .routers import (
     EnsembleRouter,
     ImageRouter,
@@ -15,10 +16,12 @@ from .routers import (
     TilingRouter,
     TopKRouter,
 )
+from .soft_moe import SoftMoeMlp, SoftRouter
 
 __all__ = [
     "EnsembleRouter",
     "EwaMlp",
+    "ExpertChoiceRouter",
     "Experts",
     "ImageRouter",
     "MemberLoss",
@@ -31,6 +34,8 @@ __all__ = [
     "RouterRecord",
     "Routing",
     "SharedExpertMlp",
+    "SoftMoeMlp",
+    "SoftRouter",
     "TilingRouter",
     "TopKRouter",
     "begin_forward",

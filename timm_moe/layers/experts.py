@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice
-from .functional import call
+from .functional import with_tensors
 from .grouped import multiplies_by_offsets, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent")
 #: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a call only.
 FREEING = ("FullyShardedDataParallel", "FSDPStacked")
-#: Names that a layer gets after its experts.
-LATER = ("router", "path", "shared", "shared_init", "share_rate", "share_schedule")
+#: Modules and options that a layer gets after its experts.
+LATER = ("router", "shared", "shared_init")
 
 
 class StackedParameters(nn.Module):
@@ -31,16 +31,14 @@ class StackedParameters(nn.Module):
         self.num_experts = num_experts
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.named_parameters(recurse=False):
             loaded = state_dict.get(prefix + name)
-            if loaded is None or parameter is None:
-                continue
-            if loaded.shape == parameter.shape[1:]:
+            if loaded is not None and loaded.shape == parameter.shape[1:]:
                 state_dict[prefix + name] = loaded.expand(parameter.shape).contiguous()
-            elif loaded.ndim == parameter.ndim and loaded.shape[0] != parameter.shape[0]:
+            elif loaded is not None and loaded.ndim == parameter.ndim and len(loaded) != len(parameter):
                 raise ValueError(
-                    f"The checkpoint has {loaded.shape[0]} experts in {prefix}{name}, the model has "
-                    f"{parameter.shape[0]}: create the model with num_experts={loaded.shape[0]}."
+                    f"The checkpoint has {len(loaded)} experts in {prefix}{name}, the model has {len(parameter)}: "
+                    f"create the model with num_experts={len(loaded)}."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -80,6 +78,7 @@ class Experts(StackedParameters):
             name that the layer needs.
     """
 
+    path: str = ""
     _ffn: nn.Module
     _grouped: nn.Module | None
 
@@ -88,8 +87,6 @@ class Experts(StackedParameters):
     ):
         super().__init__(num_experts)
         self.expert_init = expert_init
-        if num_experts < 1:
-            raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
@@ -99,49 +96,44 @@ class Experts(StackedParameters):
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
         if expert_dropout is not None:
-            self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
-            if not self._dense_rates:
-                raise ValueError(f"A {type(ffn).__name__} has no dropout, so expert_dropout cannot be set.")
-            is_number = isinstance(expert_dropout, (int, float)) and not isinstance(expert_dropout, bool)
-            if not is_number or not 0 <= expert_dropout <= 1:
-                raise ValueError(f"expert_dropout must lie between 0 and 1, got {expert_dropout!r}.")
-            for _, dropout in dropouts(self._ffn):
-                dropout.p = float(expert_dropout)
+            self._set_dropout(expert_dropout)
         #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may hold them in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
         #: Names of the weights of each module inside, by its path.
         self._weights: dict[str, tuple[str, ...]] = {}
-        self._shared = _without_weights(self._ffn)  # paths of the modules that all experts share
-        for path, parameter in ffn.named_parameters():
-            module_path, _, name = path.rpartition(".")
-            stacked = _stack(parameter.detach(), num_experts, expert_init)
-            module = self._submodule(module_path)
-            self._check_name(module, name)
-            module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
-            self.stacked_shapes[path] = stacked.shape
-            self._weights[module_path] = (*self._weights.get(module_path, ()), name)
-        for path in self._shared:
-            module_path, _, name = path.rpartition(".")
-            parent = self._submodule(module_path)
-            self._check_name(parent, name)
-            parent.add_module(name, self._ffn.get_submodule(path))
+        self._shared: list[str] = []  # paths of the outermost modules without weights, which all experts share
+        for name in (*ffn._parameters, *ffn._modules):
+            if hasattr(self, name) or name in LATER:
+                raise ValueError(
+                    f"A {type(ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
+                    "layer needs this name: rename the part."
+                )
+        self._stack(ffn, self)
+        matrices = (shape for shape in self.stacked_shapes.values() if len(shape) == 3)
+        self._widths = tuple({width for shape in matrices for width in shape[1:]})
 
-    def _submodule(self, path: str) -> nn.Module:
-        module: nn.Module = self
-        for name in path.split(".") if path else ():
-            if name not in module._modules:
-                self._check_name(module, name)
-                module.add_module(name, Stacked(self.num_experts))
-            module = module.get_submodule(name)
-        return module
+    def _set_dropout(self, rate: float) -> None:
+        self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
+        if not self._dense_rates:
+            raise ValueError(f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set.")
+        for _, dropout in dropouts(self._ffn):
+            dropout.p = float(rate)
 
-    def _check_name(self, module: nn.Module, name: str) -> None:
-        """Raise ValueError if a part of the network would take the place of something that its layer needs."""
-        if hasattr(module, name) or (module is self and name in LATER):
-            raise ValueError(
-                f"A {type(self._ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
-                "layer needs this name: rename the part."
-            )
+    def _stack(self, module: nn.Module, into: StackedParameters, path: str = "") -> None:
+        """Stack the parameters of a module of the network and of those inside it; share modules without weights."""
+        for name, parameter in module.named_parameters(recurse=False):
+            stacked = _initial(parameter.detach(), self.num_experts, self.expert_init)
+            into.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+            self.stacked_shapes[f"{path}.{name}".strip(".")] = stacked.shape
+            self._weights[path] = (*self._weights.get(path, ()), name)
+        for name, child in module.named_children():
+            inside = f"{path}.{name}".strip(".")
+            if next(child.parameters(), None) is None:
+                self._shared.append(inside)
+                into.add_module(name, self._ffn.get_submodule(inside))
+            else:
+                into.add_module(name, Stacked(self.num_experts))
+                self._stack(child, into.get_submodule(name), inside)
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The stacked parameters, named as in the dense network; plain tensors in replicas of nn.DataParallel."""
@@ -161,8 +153,8 @@ class Experts(StackedParameters):
             module = attrgetter(path)(self)
             if type(module).__name__ in FREEING:
                 raise RuntimeError(
-                    f"{path} of the experts in {self._place()} is sharded by itself, so its weights are freed before "
-                    "the experts compute: shard the expert layer or its block instead."
+                    f"{path} of the experts in {self.path or 'an expert layer'} is sharded by itself, so its weights "
+                    "are freed before the experts compute: shard the expert layer or its block instead."
                 )
             weights.update(zip((f"{path}.{name}" for name in names), module(names), strict=True))
         return weights
@@ -172,33 +164,26 @@ class Experts(StackedParameters):
         return {path: attrgetter(path)(self) for path in self._shared}
 
     def _call(self, network: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return call(network, weights, self._shared_modules(), x)
+        return with_tensors(network, weights, self._shared_modules())(x)
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
-        return [path for path in self._weights if path and _has_adapters(attrgetter(path)(self))]
+        # Asked of the class, a wrapper of PEFT, as FSDP1's wrappers pass on attributes.
+        return [path for path in self._weights if path and hasattr(type(attrgetter(path)(self)), "active_adapter")]
 
-    @property
-    def _matrix_widths(self) -> set[int]:
-        return {width for shape in self.stacked_shapes.values() if len(shape) == 3 for width in shape[1:]}
-
+    @torch.no_grad()
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
-        self._require_merged(self.adapted())
-        with torch.no_grad():
-            return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
+        self._require_merged()
+        return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
 
-    def _require_merged(self, adapted: list[str]) -> None:
+    def _require_merged(self) -> None:
+        adapted = self.adapted()
         if adapted:
             raise ValueError(
-                f"{adapted[0]} of the experts in {self._place()} has adapters or computed weights, which would be left "
-                "out: merge first, model = model.merge_and_unload(), or take off what computes them "
-                "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)."
+                f"{adapted[0]} of the experts in {self.path or 'an expert layer'} has adapters, which would be left "
+                "out: merge first, model = model.merge_and_unload()."
             )
-
-    def _place(self) -> str:
-        """The name of the layer in its model, for messages."""
-        return getattr(self, "path", "") or "an expert layer"
 
     @property
     def is_grouped(self) -> bool:
@@ -212,9 +197,11 @@ class Experts(StackedParameters):
         data-parallel training needs.
         """
         if capacity is not None:
-            return self._run_batched(x_ND, capacity)
-        is_on_host = end_E.is_cpu or end_E.is_meta
-        if not is_on_host and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
+            rows = self.num_experts * capacity
+            y_ECD = self.run_batched(x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1]))
+            return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
+        is_known = end_E.is_cpu or end_E.is_meta
+        if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
             end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward
         if self._grouped is None:
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
@@ -229,15 +216,11 @@ class Experts(StackedParameters):
         y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0))
         return y_NH.masked_fill(is_after_N1, 0)
 
-    def _run_batched(self, x_ND: Tensor, capacity: int) -> Tensor:
-        """Apply each expert to ``capacity`` rows, by batched products that need no counts."""
-        rows = self.num_experts * capacity
-        x_ECD = x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1])
-        if self._grouped is None:
-            y_ECD = torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
-        else:
-            y_ECD = self._call(self._grouped, self.expert_weights(), x_ECD)
-        return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
+    def run_batched(self, x_ECD: Tensor) -> Tensor:
+        """Apply each expert to C rows, (E, C, D), by batched products that need no counts."""
+        if self._grouped is not None:
+            return self._call(self._grouped, self.expert_weights(), x_ECD)
+        return torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
 
     def each(self) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""
@@ -269,7 +252,7 @@ class Experts(StackedParameters):
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
         for name, stacked in self.named_expert_parameters():
-            stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))
+            stacked.copy_(_initial(ffn.get_parameter(name), self.num_experts, self.expert_init))
 
     def init_weights(self) -> None:
         """Refuse with a RuntimeError: only the model knows how a dense network is initialised."""
@@ -290,16 +273,12 @@ class Experts(StackedParameters):
         return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
 
 
-def _has_adapters(module: nn.Module) -> bool:
-    return hasattr(type(module), "active_adapter")  # a wrapper of PEFT; FSDP1's wrappers pass on attributes
-
-
 def mean_over_experts(stacked: Tensor) -> Tensor:
     """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
     return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
 
 
-def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
+def _initial(tensor: Tensor, num_experts: int, init: str) -> Tensor:
     """Copies of an initial weight; or the weight and normal draws with its mean and standard deviation."""
     if init == "same" or tensor.is_meta:
         return torch.stack([tensor] * num_experts)
@@ -309,12 +288,3 @@ def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
     return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
-
-
-def _without_weights(module: nn.Module, prefix: str = "") -> list[str]:
-    """Paths of the outermost modules that have no parameters inside."""
-    paths = []
-    for name, child in module.named_children():
-        has_weights = next(child.parameters(), None) is not None
-        paths += _without_weights(child, f"{prefix}{name}.") if has_weights else [prefix + name]
-    return paths

@@ -3,6 +3,7 @@
 import copy
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,8 @@ from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .functional import in_plain_operators, kept_whole
 from .living import living, register
+from .recording_router import RecordingRouter, in_backward
 from .router import Router
-from .router_records import RecordingRouter, in_backward
 from .routers import RandomPartition
 
 #: Training forwards without a step after which a layer warns: more than any accumulation of gradients.
@@ -56,7 +57,6 @@ class MoeMlp(Experts):
     def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
-        self.path = ""
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
@@ -72,15 +72,11 @@ class MoeMlp(Experts):
         return self.router if isinstance(self.router, Router) else Router(self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        path, difference, option = prefix.rstrip("."), "", ""
-        if f"{prefix}router.logits" in state_dict and not hasattr(self.router, "logits"):
-            difference, option = "'s experts in {} are fused by learned weights, the model's are not", "router='fused'"
-        elif f"{prefix}router.weight" in state_dict and not self.router.state_dict():
-            difference, option = "'s experts in {} are routed, the model's are not", "router='top_k'"
-        elif not hasattr(self, "shared") and any(name.startswith(f"{prefix}shared.") for name in state_dict):
-            difference, option = " has a shared expert in {}, the model does not", "shared_expert=True"
-        if difference:
-            raise ValueError(f"The checkpoint{difference.format(path)}: create the model with {option}.")
+        if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
+            raise ValueError(
+                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
+                "with router='top_k'."
+            )
         loaded = {name: state_dict.get(prefix + name) for name in self.stacked_shapes}
         if any(x is not None and x.shape == self.stacked_shapes[name][1:] for name, x in loaded.items()):
             self._complete_dense(state_dict, prefix)
@@ -111,18 +107,18 @@ class MoeMlp(Experts):
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Compute what :meth:`forward` returns, zero for rows of padding."""
         padding = self.padding
-        if padding is not None:
-            self.padding = None
-        if padding is None or routing is not None or not self._heeds(padding, x):
+        if padding is None:
+            return self._route(x, routing)
+        self.padding = None
+        if routing is not None or padding.shape != x.shape[:-1] or not self._heeds(padding):
             return self._route(x, routing)
         y_VD = self._route(x[~padding], None)
         return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
 
-    def _heeds(self, padding: Tensor, x: Tensor) -> bool:
+    def _heeds(self, padding: Tensor) -> bool:
         """Tell if rows of padding would change what the router makes of other rows, or its losses and loads."""
         router = self.routed_by
-        is_idle = not self.training and getattr(router, "eval_capacity_factor", 0) is None
-        if padding.shape != x.shape[:-1] or router.routing_unit == "image" or is_idle:
+        if router.routing_unit == "image" or (not self.training and getattr(router, "eval_capacity_factor", 0) is None):
             return False
         if router.needs_whole_images and padding.any():
             raise ValueError(
@@ -182,11 +178,6 @@ class MoeMlp(Experts):
             weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))  # Inf of others aside
         return sum(weighted[1:], start=weighted[0])
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        raise RuntimeError(
-            "TorchScript of expert layers is not supported: trace the model in eval mode, or export it dense."
-        )
-
 
 class SharedExpertMlp(MoeMlp):
     """An expert layer with a shared expert, whose output is added for every row without a gate (ViMoE, section 3.3).
@@ -207,42 +198,31 @@ class SharedExpertMlp(MoeMlp):
         super().__init__(ffn, *args, **kwargs)
         self.shared = copy.deepcopy(ffn)
         self.shared_init = shared_init
-        self._init_shared()
+        self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
         for path, module in dropouts(self._ffn):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
-    def _init_shared(self) -> None:
-        for name, parameter in self.shared.named_parameters():
-            if self._starts_at_zero(name):
-                nn.init.zeros_(parameter)
-
-    def _starts_at_zero(self, name: str) -> bool:
-        last = [path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear)][-1]
-        return self.shared_init == "zero_out" and name.startswith(f"{last}.")
+    def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of the shared expert for those of a dense network, by ``shared_init``."""
+        *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
+        at_zero = [name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")]
+        return {**dense, **{name: torch.zeros_like(dense[name]) for name in at_zero}}
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
-        for name in self.stacked_shapes:
-            dense = state_dict.get(prefix + name)
-            if dense is not None:
-                shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
-                state_dict.setdefault(f"{prefix}shared.{name}", shared)
+        dense = {name: state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict}
+        for name, value in self._initial_shared(dense).items():
+            state_dict.setdefault(f"{prefix}shared.{name}", value)
 
-    @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set routed experts and, by ``shared_init``, the shared one from a dense network; reset the router."""
         super().reset_from_dense(ffn)
-        for name, parameter in self.shared.named_parameters():
-            parameter.copy_(ffn.get_parameter(name))
-        self._init_shared()
+        self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of the routed experts, and the shared expert as the last."""
-        shared = dict(self.shared.named_parameters())
-        adapted = [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
-        self._require_merged(adapted)
         routed = super().stacked_weights()
-        return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in routed.items()}
+        return {name: torch.cat([w, self.shared.get_parameter(name).detach()[None]]) for name, w in routed.items()}
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Add the shared expert's output to the routed experts'; a given routing is for the latter."""

@@ -30,6 +30,7 @@ PUBLICATIONS = {
     ),
     "WideNet": Publication("2107.11817", "Xue, Fuzhao", "Go Wider Instead of Deeper"),
     "OneS": Publication("2201.10890", "Xue, Fuzhao", "One Student Knows All Experts Know: From Sparse to Dense"),
+    "Soft MoE": Publication("2308.00951", "Puigcerver, Joan", "From Sparse to Soft Mixtures of Experts"),
     "pBE": Publication("2110.03360", "Allingham, James Urquhart", "Sparse MoEs meet Efficient Ensembles"),
 }
 
@@ -40,6 +41,7 @@ _FAMILIES = {
     "vimoe": ["ViMoE"],
     "widenet": ["WideNet"],
     "ones": ["OneS", "WideNet"],
+    "soft_moe": ["Soft MoE"],
 }
 
 

@@ -3,6 +3,7 @@
 Shape suffixes: B images, M members, D width.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,8 @@ from ..convert.blocks import select_blocks
 from ..layers.checks import check_choice, check_integer, check_number
 from ..layers.functional import kept_whole
 from ..models.ensemble import MembersMixin
+from ..models.registration import cfgs_of, create_vit, register_variants, vmoe_variants
 from ..models.vision_transformer import PreLogitsVisionTransformer
-from .learning_rates import scale_learning_rates
-from .registration import cfgs, create_vit, register_variants, variants
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 
@@ -80,22 +80,14 @@ class BatchEnsembleLinear(nn.Module):
             state_dict[f"{prefix}bias"] = bias.repeat(self.ensemble_size, 1)
             for name in FACTORS:
                 state_dict.setdefault(prefix + name, getattr(self, name).detach())
-        elif bias is not None and bias.shape[0] != self.ensemble_size:
-            raise ValueError(
-                f"The checkpoint has {bias.shape[0]} members in {prefix}bias, the model has {self.ensemble_size}: "
-                f"create the model with ensemble_size={bias.shape[0]}."
-            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B M, ..., D) to (B M, ..., D'); ValueError if M does not divide the batch."""
+        """Map x (B M, ..., D) to (B M, ..., D')."""
         if isinstance(x, Proxy):
             return kept_whole(self, x)
-        members = self.ensemble_size
-        if x.shape[0] % members:
-            raise ValueError(f"A batch of {x.shape[0]} does not hold each image {members} times, once for each member.")
         batch = x.shape[:-1]
-        x = x.unflatten(0, (x.shape[0] // members, members))
+        x = x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))
         y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(self.output_factor, x)
         return (y if self.bias is None else y + _like(self.bias, y)).reshape(*batch, y.shape[-1])
 
@@ -110,6 +102,28 @@ def _like(factor_MD: Tensor, x: Tensor) -> Tensor:
 
 
 register_notrace_module(BatchEnsembleLinear)  # control flow depends on the batch size
+
+
+def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter, float]) -> None:
+    """Multiply the learning rate of some parameters, which move to groups of their own.
+
+    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers multiply by. The
+    optimizer must not have taken a step yet.
+
+    Raises:
+        ValueError: if the optimizer does not train one of them.
+    """
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not parameters.keys() <= trained:
+        raise ValueError("The optimizer does not train all parameters that are to have a learning rate of their own.")
+    for group in list(optimizer.param_groups):
+        by_scale: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_scale.setdefault(parameters.get(parameter, 1.0), []).append(parameter)
+        group["params"] = by_scale.pop(1.0, [])
+        for scale, members in sorted(by_scale.items()):
+            own = {**group, "lr_scale": group.get("lr_scale", 1.0) * scale, "params": members}
+            optimizer.add_param_group(own)
 
 
 class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
@@ -163,6 +177,6 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         return {name: module for name, module in self.named_modules() if isinstance(module, BatchEnsembleLinear)}
 
 
-_VARIANTS = variants("vit_be", "Batch ensemble in ViT", {})
-default_cfgs = cfgs(_VARIANTS)
+_VARIANTS = vmoe_variants("vit_be", "Batch ensemble in ViT", {}, with_huge=False)
+default_cfgs = cfgs_of(_VARIANTS)
 register_variants(__name__, _VARIANTS, partial(create_vit, BatchEnsembleVisionTransformer))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..layers.checks import check_integer, check_number
 from ..models.ensemble import as_one_classifier
 from ..models.mixin import MoeMixin
-from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, Variant, create_moe_vit
-from .registration import cfgs, create_vit, register_variants, variants
+from ..models.registration import Variant, cfgs_of, create_vit, register_variants, vmoe_variants
+from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
 
@@ -87,11 +87,6 @@ class MimoMixin(VisionTransformer):
         check_integer("ensemble_size", ensemble_size, 1)
         check_integer("batch_repetitions", batch_repetitions, 1)
         check_number("input_repetition", input_repetition, 0)
-        if input_repetition >= 1:
-            raise ValueError(
-                f"input_repetition must be below 1, got {input_repetition}: members that always see the same image "
-                "do not learn to tell theirs from the others."
-            )
         super().__init__(in_chans=ensemble_size * in_chans, num_classes=ensemble_size * num_classes, **kwargs)
         self.num_classes = num_classes
         self.in_chans = in_chans  # timm's loaders read it
@@ -106,11 +101,6 @@ class MimoMixin(VisionTransformer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.training or isinstance(self.head, nn.Identity):
             return super().forward(x, *args, **kwargs)
-        for mask in (*args, *kwargs.values()):
-            if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) > 1:
-                raise ValueError(
-                    "MIMO mixes images in training, so a mask must be one for all of them: give it the shape (N, N)."
-                )
         batch = len(x)
         image_TM = draw_mixture(batch, self.ensemble_size, self.input_repetition, self.batch_repetitions, x.device)
         return unmix(super().forward(mix(x, image_TM), *args, **kwargs), image_TM, batch)
@@ -139,24 +129,16 @@ class MimoMixin(VisionTransformer):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Repeat tensors that have the shape for one member."""
-        own, repeated, members = dict(self.named_parameters()), set(), self.ensemble_size
-        tensors = [("patch_embed.proj.weight", 1, members), ("head.weight", 0, members), ("head.bias", 0, 1)]
-        for name, dim, divisor in tensors:
-            loaded, parameter = state_dict.get(prefix + name), own.get(name)
-            if loaded is None or parameter is None or members == 1:
-                continue
-            is_one = loaded.shape[dim] * members == parameter.shape[dim]
-            if is_one:
+        own, members = dict(self.named_parameters()), self.ensemble_size
+        for name, dim, divisor in [
+            ("patch_embed.proj.weight", 1, members),
+            ("head.weight", 0, members),
+            ("head.bias", 0, 1),
+        ]:
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and name in own and loaded.shape[dim] * members == own[name].shape[dim]:
                 copies = [members if d == dim else 1 for d in range(loaded.ndim)]
                 state_dict[prefix + name] = loaded.repeat(copies) / divisor
-            if is_one or loaded.shape == parameter.shape:
-                repeated.add(is_one)
-        if len(repeated) > 1:
-            raise ValueError(
-                f"The checkpoint has one image in its patch embedding and several in its classifier, or the reverse: "
-                f"create the model with the ensemble_size, in_chans and num_classes of the checkpoint "
-                f"(here {self.ensemble_size}, {self.in_chans} and {self.num_classes})."
-            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -174,14 +156,15 @@ class MimoMoeVisionTransformer(MimoMixin, MoeVisionTransformer):
 
 #: As pBE's models in fine-tuning, but with 2 of all 32 experts (table 9).
 _VMOE = {**VMOE, **dict(top_k=2, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
-_DENSE, _SPARSE = variants("vit_mimo", "MIMO in ViT", {}), variants("vmoe_mimo", "MIMO in V-MoE", _VMOE)
+_DENSE = vmoe_variants("vit_mimo", "MIMO in ViT", {}, with_huge=False)
+_SPARSE = vmoe_variants("vmoe_mimo", "MIMO in V-MoE", _VMOE, with_huge=False)
 
-default_cfgs = cfgs({**_DENSE, **_SPARSE})
+default_cfgs = cfgs_of({**_DENSE, **_SPARSE})
 
 
 def _create_sparse(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     args, dense = {**variant.own_size, **variant.args}, name.replace("vmoe", "vit")
-    model = create_moe_vit(name, dense, pretrained, args, kwargs, MimoMoeVisionTransformer)
+    model = create_moe_vit(MimoMoeVisionTransformer, name, Variant("", dense, args), pretrained, kwargs)
     if isinstance(model, MimoMoeVisionTransformer):
         model.dense_args = {**(model.dense_args or {}), "ensemble_size": model.ensemble_size}
     return model

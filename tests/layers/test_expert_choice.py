@@ -1,0 +1,101 @@
+"""Expert Choice: values and gradients against a slow reference, groups, refusals."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import Mlp
+
+from timm_moe.layers import ExpertChoiceRouter, MoeMlp
+
+
+def layer(width=5, num_experts=3, hidden=6, **options):
+    router = ExpertChoiceRouter(width, num_experts, **{"noise_std": 0.0, **options})
+    torch.nn.init.normal_(router.weight)
+    return MoeMlp(Mlp(width, hidden), router, num_experts, "independent").double()
+
+
+def reference(moe, rows):
+    """Compute the rows (S, D) of one group expert by expert (arXiv 2202.09368, section 3.2)."""
+    router, experts = moe.router, moe.num_experts
+    gates = [list((router.weight @ row).softmax(0)) for row in rows]
+    capacity = min(round(len(rows) * router.capacity_factor / experts), len(rows))
+    takes = [sorted(range(len(rows)), key=lambda s: -gates[s][e].item())[:capacity] for e in range(experts)]
+    outputs = []
+    for s, row in enumerate(rows):
+        takers = [e for e in range(experts) if s in takes[e]]
+        total = sum(gates[s][e] for e in takers) if router.gate_mode == "renorm" else 1
+        y = torch.zeros_like(row)
+        for e in takers:
+            weights = {name: stacked[e] for name, stacked in moe.named_expert_parameters()}
+            hidden = torch.nn.functional.gelu(weights["fc1.weight"] @ row + weights["fc1.bias"])
+            y = y + gates[s][e] / total * (weights["fc2.weight"] @ hidden + weights["fc2.bias"])
+        outputs.append(y)
+    return torch.stack(outputs)
+
+
+@given(
+    groups=st.integers(1, 3),
+    group_images=st.integers(1, 2),
+    tokens=st.integers(4, 7),
+    num_experts=st.integers(1, 4),
+    capacity_factor=st.sampled_from([1.0, 1.5, 2.0, 9.0]),
+    gate_mode=st.sampled_from(["prob", "renorm"]),
+)
+@settings(max_examples=20)
+def test_values_and_gradients_equal_the_reference(groups, group_images, tokens, num_experts, **options):
+    moe = layer(num_experts=num_experts, group_images=group_images, **options)
+    x = torch.randn(groups * group_images, tokens, 5, dtype=torch.float64, requires_grad=True)
+    wanted = torch.randn_like(x)
+    tensors = [x, *moe.parameters()]
+    expected = torch.cat([reference(moe, rows) for rows in x.view(groups, -1, 5)]).view_as(x)
+    y = moe(x)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    found, gradients = (
+        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True) for out in (y, expected)
+    )
+    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
+
+
+def test_all_experts_have_equally_many_rows_and_rows_differ():
+    moe = layer(num_experts=4, capacity_factor=1.5).eval()
+    routing = moe.router(torch.randn(2, 16, 5, dtype=torch.float64))
+    experts = routing.experts()
+    assert experts.shape == (32, 4)
+    assert [int((experts == e).sum()) for e in range(4)] == [12] * 4
+    assert len({int(count) for count in (experts < 4).sum(1)}) > 1
+
+
+def test_noise_is_of_training_alone():
+    moe = layer(noise_std=1.0)
+    x = torch.randn(2, 8, 5, dtype=torch.float64)
+    assert not torch.equal(moe(x), moe(x))
+    moe.eval()
+    assert torch.equal(moe(x), moe(x))
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match=r"capacity_factor must be a number above 0, got 0\."):
+        layer(capacity_factor=0)
+    with pytest.raises(ValueError, match=r"capacity of 0, below 1\."):
+        layer(num_experts=4, capacity_factor=0.1)(torch.randn(1, 4, 5, dtype=torch.float64))
+    moe = layer(group_images=2)
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"group_images=2 does not divide the batch of 3 images\."):
+        moe(x)
+    assert moe.eval()(x).shape == x.shape
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_values_and_gradients_equal_vmoe(golden, factor):
+    case = golden("expert_choice")
+    moe = layer(6, 4, hidden=5, capacity_factor=factor)
+    tensors = {name: case[f"{name[:3]}_{name[4]}"] for name in moe.stacked_shapes}
+    moe.load_state_dict({**tensors, "router.weight": case[f"c{factor}_kernel"].T})
+    x = case["x"].requires_grad_()
+    y = moe(x)
+    torch.testing.assert_close(y, case[f"c{factor}_y"], rtol=1e-9, atol=1e-9)
+    gradients = torch.autograd.grad((y * case["wanted"]).sum(), [x, moe.router.weight])
+    torch.testing.assert_close(
+        list(gradients), [case[f"c{factor}_grad_x"], case[f"c{factor}_grad_kernel"].T], rtol=1e-9, atol=1e-9
+    )

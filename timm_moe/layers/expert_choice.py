@@ -1,0 +1,123 @@
+"""Expert Choice (arXiv 2202.09368): each expert chooses rows, instead of each row experts.
+
+Shape suffixes: T rows, D width, E experts, G groups, S rows of a group, C rows that an expert takes of a group.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_choice, check_integer, check_number
+from .dispatch import Routing, expert_capacity, has_equal_slots
+from .functional import no_autocast
+from .router import Router
+
+GATE_MODES = ("prob", "renorm")
+
+
+class ExpertChoiceRouter(Router):
+    """Lets each expert take the C rows of a group with its largest gates (section 3.2).
+
+    All experts have equally many rows, so there is no loss. A row goes to none, one or several experts. Gates are the
+    softmax over all experts, in float32 at least, under autocast too.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        capacity_factor: experts of a row on average: ``C = round(S * capacity_factor / E)``.
+        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the logits.
+        gate_mode: factor of an expert's output: ``"prob"``, its gate, or ``"renorm"``, its gate divided by the sum over
+            the experts that took the row.
+        group_images: entries of the batch among whose rows an expert chooses; by default one, so that the outputs for
+            an image do not depend on others. In eval mode a batch that they do not divide is one group.
+
+    Attributes:
+        weight: (E, D) parameter.
+
+    Raises:
+        ValueError: on an option outside its range.
+    """
+
+    needs_whole_images = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        noise_std: float = 1.0,
+        gate_mode: str = "prob",
+        group_images: int = 1,
+    ):
+        check_number("capacity_factor", capacity_factor, 0, above=True)
+        check_number("noise_std", noise_std, 0)
+        check_choice("gate_mode", gate_mode, GATE_MODES)
+        check_integer("group_images", group_images, 1)
+        super().__init__(num_experts)
+        self.capacity_factor = capacity_factor
+        self.noise_std = noise_std
+        self.gate_mode = gate_mode
+        self.group_images = group_images
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def experts_of_row(self) -> int:
+        """Number of experts that a row goes to on average, at least 1."""
+        return max(1, min(self.num_experts, round(self.capacity_factor)))
+
+    def routing_degree(self) -> int:
+        return 2**self.num_experts
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, ..., D).
+
+        Raises:
+            ValueError: in training, if ``group_images`` does not divide B, or if an expert would take no row.
+        """
+        batch, rows = x.shape[0], math.prod(x.shape[1:-1])
+        size = self.group_images
+        if size > 1 and batch % size:
+            if self.training:
+                raise ValueError(f"group_images={size} does not divide the batch of {batch} images.")
+            size = batch
+        groups, experts = batch // size, self.num_experts
+        capacity = min(size * rows, expert_capacity(size * rows, experts, self.capacity_factor, "round", 1))
+        gate_GSE = self._gates(x.reshape(groups, size * rows, x.shape[-1]))
+        row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
+        group_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1)
+        slot_GEC = torch.arange(experts * groups * capacity, device=x.device).view(experts, groups, -1).transpose(0, 1)
+        unused = experts * groups * capacity  # the last slot, for rows that an expert did not take
+        slot_GES = row_GEC.new_full((groups, experts, size * rows), unused).scatter(2, row_GEC, slot_GEC)
+        gate_GSE = torch.where(slot_GES.transpose(1, 2) < unused, gate_GSE, 0)
+        if self.gate_mode == "renorm":
+            total_GS1 = gate_GSE.sum(2, keepdim=True)
+            gate_GSE = gate_GSE / torch.where(total_GS1 > 0, total_GS1, 1)
+        of_row_EGC = (group_G11 * (size * rows) + row_GEC).transpose(0, 1)
+        return Routing(
+            token_indices=nn.functional.pad(of_row_EGC.flatten(), (0, 1)),
+            offsets=torch.arange(1, experts + 1, device=x.device) * (groups * capacity),
+            slots=slot_GES.transpose(1, 2).flatten(0, 1),
+            gates=gate_GSE.flatten(0, 1),
+            capacity=groups * capacity if has_equal_slots(x.device) else None,
+        )
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        return self._logits(x).softmax(-1).reshape(-1, self.num_experts)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+
+    def _gates(self, x: Tensor) -> Tensor:
+        with no_autocast(x):
+            logits = self._logits(x)
+            if self.noise_std and self.training:
+                logits = logits + torch.randn_like(logits) * (self.noise_std / self.num_experts)
+            return logits.softmax(-1)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, capacity_factor={self.capacity_factor}"
