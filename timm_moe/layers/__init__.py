@@ -1,11 +1,11 @@
 """Expert layers in plain PyTorch, without timm, training loops or files."""
 
-from .dispatch import Routing
+from .dispatch import Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
 from .experts import Experts
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
-from .router import Router, routing_to
-from .router_records import RecordingRouter, RouterRecord, begin_forward
+from .recording_router import RecordingRouter, RouterRecord, begin_forward
+from .router import Router
 from .routers import (
     EnsembleRouter,
     ImageRouter,

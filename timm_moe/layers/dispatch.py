@@ -105,16 +105,29 @@ def _ranks(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(expert_GN).scatter_(1, order_GN, slot_GN - start_GE.gather(1, sorted_GN)), length_GE
 
 
-def assign_all(expert_TK: Tensor, gate_TK: Tensor, num_experts: int) -> Routing:
-    """Give each choice a slot of its expert; without capacities no queue is needed."""
-    rows, choices = expert_TK.shape
+def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
+    """Send every row to its chosen experts and drop nothing, so that no queue is needed.
+
+    Args:
+        expert_TK: integers in [0, E), in each row all different.
+        weight_TK: factors of the experts' outputs, with their gradients.
+        num_experts: E.
+
+    Raises:
+        ValueError: if the two are not of one shape (T, K), or the experts no integers.
+    """
     if in_plain_operators():
-        return assign(expert_TK[None], gate_TK[None], *queue(expert_TK[None], num_experts), rows)
+        return assign(expert_TK[None], weight_TK[None], *queue(expert_TK[None], num_experts), expert_TK.shape[0])
+    if expert_TK.ndim != 2 or expert_TK.shape != weight_TK.shape or expert_TK.is_floating_point():
+        raise ValueError(
+            "A routing needs integers and their weights of one shape (T, K), got "
+            f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
+        )
     sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
     slot_N = torch.empty_like(choice_N)
-    slot_N.scatter_(0, choice_N, torch.arange(rows * choices, device=expert_TK.device))
+    slot_N.scatter_(0, choice_N, torch.arange(choice_N.shape[0], device=expert_TK.device))
     offsets = torch.searchsorted(sorted_N, torch.arange(num_experts, device=expert_TK.device), right=True)
-    return Routing(choice_N // choices, offsets, slot_N.view(rows, choices), gate_TK)
+    return Routing(choice_N // expert_TK.shape[1], offsets, slot_N.view_as(expert_TK), weight_TK)
 
 
 def has_equal_slots(device: torch.device) -> bool:

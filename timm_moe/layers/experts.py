@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice
-from .functional import call
+from .functional import with_tensors
 from .grouped import multiplies_by_offsets, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent")
 #: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a call only.
 FREEING = ("FullyShardedDataParallel", "FSDPStacked")
-#: Names that a layer gets after its experts.
-LATER = ("router", "path", "shared", "shared_init", "share_rate", "share_schedule")
+#: Modules and options that a layer gets after its experts.
+LATER = ("router", "shared", "shared_init")
 
 
 class StackedParameters(nn.Module):
@@ -31,16 +31,14 @@ class StackedParameters(nn.Module):
         self.num_experts = num_experts
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.named_parameters(recurse=False):
             loaded = state_dict.get(prefix + name)
-            if loaded is None or parameter is None:
-                continue
-            if loaded.shape == parameter.shape[1:]:
+            if loaded is not None and loaded.shape == parameter.shape[1:]:
                 state_dict[prefix + name] = loaded.expand(parameter.shape).contiguous()
-            elif loaded.ndim == parameter.ndim and loaded.shape[0] != parameter.shape[0]:
+            elif loaded is not None and loaded.ndim == parameter.ndim and len(loaded) != len(parameter):
                 raise ValueError(
-                    f"The checkpoint has {loaded.shape[0]} experts in {prefix}{name}, the model has "
-                    f"{parameter.shape[0]}: create the model with num_experts={loaded.shape[0]}."
+                    f"The checkpoint has {len(loaded)} experts in {prefix}{name}, the model has {len(parameter)}: "
+                    f"create the model with num_experts={len(loaded)}."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -80,6 +78,7 @@ class Experts(StackedParameters):
             name that the layer needs.
     """
 
+    path: str = ""
     _ffn: nn.Module
     _grouped: nn.Module | None
 
@@ -88,8 +87,6 @@ class Experts(StackedParameters):
     ):
         super().__init__(num_experts)
         self.expert_init = expert_init
-        if num_experts < 1:
-            raise ValueError(f"num_experts must be at least 1, got {num_experts}.")
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
@@ -99,49 +96,44 @@ class Experts(StackedParameters):
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
         if expert_dropout is not None:
-            self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
-            if not self._dense_rates:
-                raise ValueError(f"A {type(ffn).__name__} has no dropout, so expert_dropout cannot be set.")
-            is_number = isinstance(expert_dropout, (int, float)) and not isinstance(expert_dropout, bool)
-            if not is_number or not 0 <= expert_dropout <= 1:
-                raise ValueError(f"expert_dropout must lie between 0 and 1, got {expert_dropout!r}.")
-            for _, dropout in dropouts(self._ffn):
-                dropout.p = float(expert_dropout)
+            self._set_dropout(expert_dropout)
         #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may hold them in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
         #: Names of the weights of each module inside, by its path.
         self._weights: dict[str, tuple[str, ...]] = {}
-        self._shared = _without_weights(self._ffn)  # paths of the modules that all experts share
-        for path, parameter in ffn.named_parameters():
-            module_path, _, name = path.rpartition(".")
-            stacked = _stack(parameter.detach(), num_experts, expert_init)
-            module = self._submodule(module_path)
-            self._check_name(module, name)
-            module.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
-            self.stacked_shapes[path] = stacked.shape
-            self._weights[module_path] = (*self._weights.get(module_path, ()), name)
-        for path in self._shared:
-            module_path, _, name = path.rpartition(".")
-            parent = self._submodule(module_path)
-            self._check_name(parent, name)
-            parent.add_module(name, self._ffn.get_submodule(path))
+        self._shared: list[str] = []  # paths of the outermost modules without weights, which all experts share
+        for name in (*ffn._parameters, *ffn._modules):
+            if hasattr(self, name) or name in LATER:
+                raise ValueError(
+                    f"A {type(ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
+                    "layer needs this name: rename the part."
+                )
+        self._stack(ffn, self)
+        matrices = (shape for shape in self.stacked_shapes.values() if len(shape) == 3)
+        self._widths = tuple({width for shape in matrices for width in shape[1:]})
 
-    def _submodule(self, path: str) -> nn.Module:
-        module: nn.Module = self
-        for name in path.split(".") if path else ():
-            if name not in module._modules:
-                self._check_name(module, name)
-                module.add_module(name, Stacked(self.num_experts))
-            module = module.get_submodule(name)
-        return module
+    def _set_dropout(self, rate: float) -> None:
+        self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
+        if not self._dense_rates:
+            raise ValueError(f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set.")
+        for _, dropout in dropouts(self._ffn):
+            dropout.p = float(rate)
 
-    def _check_name(self, module: nn.Module, name: str) -> None:
-        """Raise ValueError if a part of the network would take the place of something that its layer needs."""
-        if hasattr(module, name) or (module is self and name in LATER):
-            raise ValueError(
-                f"A {type(self._ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
-                "layer needs this name: rename the part."
-            )
+    def _stack(self, module: nn.Module, into: StackedParameters, path: str = "") -> None:
+        """Stack the parameters of a module of the network and of those inside it; share modules without weights."""
+        for name, parameter in module.named_parameters(recurse=False):
+            stacked = _initial(parameter.detach(), self.num_experts, self.expert_init)
+            into.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+            self.stacked_shapes[f"{path}.{name}".strip(".")] = stacked.shape
+            self._weights[path] = (*self._weights.get(path, ()), name)
+        for name, child in module.named_children():
+            inside = f"{path}.{name}".strip(".")
+            if next(child.parameters(), None) is None:
+                self._shared.append(inside)
+                into.add_module(name, self._ffn.get_submodule(inside))
+            else:
+                into.add_module(name, Stacked(self.num_experts))
+                self._stack(child, into.get_submodule(name), inside)
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The stacked parameters, named as in the dense network; plain tensors in replicas of nn.DataParallel."""
@@ -172,15 +164,12 @@ class Experts(StackedParameters):
         return {path: attrgetter(path)(self) for path in self._shared}
 
     def _call(self, network: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return call(network, weights, self._shared_modules(), x)
+        return with_tensors(network, weights, self._shared_modules())(x)
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
-        return [path for path in self._weights if path and _has_adapters(attrgetter(path)(self))]
-
-    @property
-    def _matrix_widths(self) -> set[int]:
-        return {width for shape in self.stacked_shapes.values() if len(shape) == 3 for width in shape[1:]}
+        # Asked of the class, a wrapper of PEFT, as FSDP1's wrappers pass on attributes.
+        return [path for path in self._weights if path and hasattr(type(attrgetter(path)(self)), "active_adapter")]
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
@@ -198,7 +187,7 @@ class Experts(StackedParameters):
 
     def _place(self) -> str:
         """The name of the layer in its model, for messages."""
-        return getattr(self, "path", "") or "an expert layer"
+        return self.path or "an expert layer"
 
     @property
     def is_grouped(self) -> bool:
@@ -213,8 +202,8 @@ class Experts(StackedParameters):
         """
         if capacity is not None:
             return self._run_batched(x_ND, capacity)
-        is_on_host = end_E.is_cpu or end_E.is_meta
-        if not is_on_host and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._matrix_widths)):
+        is_known = end_E.is_cpu or end_E.is_meta
+        if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
             end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward
         if self._grouped is None:
             *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
@@ -269,7 +258,7 @@ class Experts(StackedParameters):
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
         for name, stacked in self.named_expert_parameters():
-            stacked.copy_(_stack(ffn.get_parameter(name), self.num_experts, self.expert_init))
+            stacked.copy_(_initial(ffn.get_parameter(name), self.num_experts, self.expert_init))
 
     def init_weights(self) -> None:
         """Refuse with a RuntimeError: only the model knows how a dense network is initialised."""
@@ -290,16 +279,12 @@ class Experts(StackedParameters):
         return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
 
 
-def _has_adapters(module: nn.Module) -> bool:
-    return hasattr(type(module), "active_adapter")  # a wrapper of PEFT; FSDP1's wrappers pass on attributes
-
-
 def mean_over_experts(stacked: Tensor) -> Tensor:
     """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
     return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
 
 
-def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
+def _initial(tensor: Tensor, num_experts: int, init: str) -> Tensor:
     """Copies of an initial weight; or the weight and normal draws with its mean and standard deviation."""
     if init == "same" or tensor.is_meta:
         return torch.stack([tensor] * num_experts)
@@ -309,12 +294,3 @@ def _stack(tensor: Tensor, num_experts: int, init: str) -> Tensor:
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
     return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
-
-
-def _without_weights(module: nn.Module, prefix: str = "") -> list[str]:
-    """Paths of the outermost modules that have no parameters inside."""
-    paths = []
-    for name, child in module.named_children():
-        has_weights = next(child.parameters(), None) is not None
-        paths += _without_weights(child, f"{prefix}{name}.") if has_weights else [prefix + name]
-    return paths

@@ -9,19 +9,14 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 
-def call(network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:
-    """Run ``network`` with these parameters, buffers and submodules instead of its own.
-
-    A shallow copy of the network holds them. To change the network during the call, as torch's functional_call does, is
-    not possible in threads (nn.DataParallel) and in torch.jit.trace.
-    """
-    return _with_others(network, tensors, modules)(x)
-
-
-def _with_others(
+def with_tensors(
     network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], prefix: str = ""
 ) -> nn.Module:
-    """A shallow copy of a module and its submodules that holds these tensors and submodules instead of its own."""
+    """A shallow copy of a network that has these parameters, buffers and submodules instead of its own.
+
+    To change the network during a call, as torch's functional_call does, is not possible in threads (nn.DataParallel)
+    and in torch.jit.trace.
+    """
     copied = network.__class__.__new__(network.__class__)
     children: dict[str, nn.Module | None] = {}
     for name, child in network._modules.items():
@@ -29,7 +24,7 @@ def _with_others(
         if path in modules:
             children[name] = modules[path]
         else:
-            children[name] = None if child is None else _with_others(child, tensors, modules, f"{path}.")
+            children[name] = None if child is None else with_tensors(child, tensors, modules, f"{path}.")
     copied.__dict__.update(
         network.__dict__,
         _parameters={name: tensors.get(prefix + name) for name in network._parameters},

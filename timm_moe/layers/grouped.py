@@ -69,9 +69,9 @@ class _Linear(torch.autograd.Function):
         x_ND, weight_EHD, end_E = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = _call(_Linear, grad_NH, weight_EHD.transpose(1, 2), None, end_E) if needs_x else None
-        if not needs_weight and not needs_bias:
-            return grad_x, None, None, None
-        grad_weight, grad_bias = _call(_Outer, grad_NH, x_ND, end_E, needs_bias)
+        grad_weight = grad_bias = None
+        if needs_weight or needs_bias:
+            grad_weight, grad_bias = _call(_Outer, grad_NH, x_ND, end_E, needs_bias)
         return grad_x, grad_weight, grad_bias if needs_bias else None, None
 
 
@@ -94,22 +94,20 @@ class _Outer(torch.autograd.Function):
         return grad_y, grad_x, None, None
 
 
-#: They may read their last tensor on the host, which a CUDA graph would not repeat. Old versions of torch lack the tag.
-_TAGS = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) else []
-torch.library.define(
-    "timm_moe::grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", tags=_TAGS
-)
-torch.library.define(
-    "timm_moe::grouped_outer", "(Tensor y, Tensor x, Tensor end, bool with_sum) -> (Tensor, Tensor)", tags=_TAGS
-)
+_SCHEMAS = {
+    "timm_moe::grouped_linear": "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor",
+    "timm_moe::grouped_outer": "(Tensor y, Tensor x, Tensor end, bool with_sum) -> (Tensor, Tensor)",
+}
+for _name, _schema in _SCHEMAS.items():
+    # They may read their last tensor on the host, which a CUDA graph would not repeat.
+    torch.library.define(_name, _schema, tags=torch.Tag.cudagraph_unsafe)
 
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
 def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    _check_fit(end_E, x_ND, weight_EHD, bias_EH)
     if _is_by_offsets(x_ND, weight_EHD, end_E):
         return _linear_on_gpu(x_ND, weight_EHD, bias_EH, end_E)
-    y_NH = x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
+    y_NH = _linear_of_shapes(x_ND, weight_EHD, bias_EH, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
     weights = weight_EHD.transpose(1, 2).unbind()
     biases = len(weights) * [None] if bias_EH is None else bias_EH.unbind()
@@ -125,7 +123,6 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
 
 @torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
 def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    _check_fit(end_E, x_ND, None, y_NH)
     if _is_by_offsets(x_ND, y_NH, end_E):
         return _outer_on_gpu(y_NH, x_ND, end_E, with_sum)
     product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, end_E, with_sum)
@@ -156,13 +153,14 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     fallback for others copies the offsets to the host. Widths must be multiples of 16 bytes. The last offset may equal
     the number of rows, as in torch's own tests.
     """
-    dtype = _autocast_dtype(x_ND) or x_ND.dtype
-    if not x_ND.is_cuda or torch.version.cuda is None or not torch.cuda.is_available():
+    cuda, dtype = torch.version.cuda, _autocast_dtype(x_ND) or x_ND.dtype
+    if not x_ND.is_cuda or cuda is None or dtype not in (torch.bfloat16, torch.float16):
         return False
-    has_float16 = tuple(map(int, torch.version.cuda.split(".")[:2])) >= (13, 3)
-    has_kernel = dtype == torch.bfloat16 or (dtype == torch.float16 and has_float16)
+    has_kernel = dtype == torch.bfloat16 or tuple(map(int, cuda.split(".")[:2])) >= (13, 3)
     fits = x_ND.numel() > 0 and all(width > 0 and width % 8 == 0 for width in (x_ND.shape[1], *widths))
-    return has_kernel and fits and torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
+    if not (has_kernel and fits and torch.cuda.is_available()):  # tensors without values need no GPU
+        return False
+    return torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -212,29 +210,27 @@ def _expert_of_row(end_E: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(end_E, torch.arange(rows, device=end_E.device), right=True)
 
 
-def _check_fit(end_E: Tensor, x_ND: Tensor, weight_EHD: Tensor | None, other: Tensor | None) -> None:
-    """Raise RuntimeError where a result would hold values that nobody wrote."""
-    if weight_EHD is not None and weight_EHD.shape[0] != end_E.shape[0]:
-        raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
-    devices = {tensor.device for tensor in (x_ND, weight_EHD, other) if tensor is not None}
-    if end_E.device.type != "cpu":  # where the host knows the lengths
-        devices.add(end_E.device)
-    if len(devices) > 1:
+def _check_devices(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError where a result would hold values that nobody wrote, as torch does not with ``out=``."""
+    devices = [tensor.device for tensor in tensors if tensor is not None]
+    if any(device != devices[0] for device in devices):
         raise RuntimeError(
-            f"Rows, experts and routing are on different devices ({', '.join(sorted(map(str, devices)))}): move the "
-            "model and its inputs to one device; weights on the meta device have no values."
+            f"Rows, experts and routing are on different devices ({', '.join(sorted(set(map(str, devices))))}): move "
+            "the model and its inputs to one device; weights on the meta device have no values."
         )
 
 
 @torch.library.register_fake("timm_moe::grouped_linear")
 def _linear_of_shapes(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    _check_fit(end_E, x_ND, weight_EHD, bias_EH)
+    if weight_EHD.shape[0] != end_E.shape[0]:
+        raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
+    _check_devices(x_ND, weight_EHD, bias_EH, None if end_E.is_cpu else end_E)  # the host may know the lengths alone
     return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
 
 
 @torch.library.register_fake("timm_moe::grouped_outer")
 def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    _check_fit(end_E, x_ND, None, y_NH)
+    _check_devices(x_ND, y_NH, None if end_E.is_cpu else end_E)
     experts, height = end_E.shape[0], y_NH.shape[1]
     return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(experts, height if with_sum else 0)
 

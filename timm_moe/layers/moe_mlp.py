@@ -14,8 +14,8 @@ from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts
 from .functional import in_plain_operators, kept_whole
 from .living import living, register
+from .recording_router import RecordingRouter, in_backward
 from .router import Router
-from .router_records import RecordingRouter, in_backward
 from .routers import RandomPartition
 
 #: Training forwards without a step after which a layer warns: more than any accumulation of gradients.
@@ -56,7 +56,6 @@ class MoeMlp(Experts):
     def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
-        self.path = ""
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
@@ -72,15 +71,11 @@ class MoeMlp(Experts):
         return self.router if isinstance(self.router, Router) else Router(self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        path, difference, option = prefix.rstrip("."), "", ""
-        if f"{prefix}router.logits" in state_dict and not hasattr(self.router, "logits"):
-            difference, option = "'s experts in {} are fused by learned weights, the model's are not", "router='fused'"
-        elif f"{prefix}router.weight" in state_dict and not self.router.state_dict():
-            difference, option = "'s experts in {} are routed, the model's are not", "router='top_k'"
-        elif not hasattr(self, "shared") and any(name.startswith(f"{prefix}shared.") for name in state_dict):
-            difference, option = " has a shared expert in {}, the model does not", "shared_expert=True"
-        if difference:
-            raise ValueError(f"The checkpoint{difference.format(path)}: create the model with {option}.")
+        if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
+            raise ValueError(
+                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
+                "with router='top_k'."
+            )
         loaded = {name: state_dict.get(prefix + name) for name in self.stacked_shapes}
         if any(x is not None and x.shape == self.stacked_shapes[name][1:] for name, x in loaded.items()):
             self._complete_dense(state_dict, prefix)
@@ -111,30 +106,30 @@ class MoeMlp(Experts):
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Compute what :meth:`forward` returns, zero for rows of padding."""
         padding = self.padding
-        if padding is not None:
-            self.padding = None
-        if padding is None or routing is not None or not self._heeds(padding, x):
+        if padding is None:
+            return self._route(x, routing)
+        self.padding = None
+        if routing is not None or padding.shape != x.shape[:-1] or not self._heeds(padding):
             return self._route(x, routing)
         y_VD = self._route(x[~padding], None)
         return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
 
-    def _heeds(self, padding: Tensor, x: Tensor) -> bool:
+    def _heeds(self, padding: Tensor) -> bool:
         """Tell if rows of padding would change what the router makes of other rows, or its losses and loads."""
         router = self.routed_by
-        is_idle = not self.training and getattr(router, "eval_capacity_factor", 0) is None
-        if padding.shape != x.shape[:-1] or router.routing_unit == "image" or is_idle:
+        if router.routing_unit == "image" or (not self.training and getattr(router, "eval_capacity_factor", 0) is None):
             return False
         if router.needs_whole_images and padding.any():
             raise ValueError(
-                f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
-                "counts images: take no group_images and no ensemble."
+                f"The batch has padding, which the router of {self._place()} cannot leave out, as it counts images: "
+                "take no group_images and no ensemble."
             )
         return not router.needs_whole_images
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
             raise ValueError(  # since the router's losses would be hidden from auxiliary_loss
-                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
+                f"The router of {self._place()} is wrapped by a {type(self.router).__name__}, which "
                 "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
         self._count_forward()
@@ -182,11 +177,6 @@ class MoeMlp(Experts):
             weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))  # Inf of others aside
         return sum(weighted[1:], start=weighted[0])
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        raise RuntimeError(
-            "TorchScript of expert layers is not supported: trace the model in eval mode, or export it dense."
-        )
-
 
 class SharedExpertMlp(MoeMlp):
     """An expert layer with a shared expert, whose output is added for every row without a gate (ViMoE, section 3.3).
@@ -217,7 +207,7 @@ class SharedExpertMlp(MoeMlp):
                 nn.init.zeros_(parameter)
 
     def _starts_at_zero(self, name: str) -> bool:
-        last = [path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear)][-1]
+        *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
         return self.shared_init == "zero_out" and name.startswith(f"{last}.")
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:

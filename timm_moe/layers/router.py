@@ -1,12 +1,10 @@
-"""Base class of routers, with what the package asks beside the routing; and the routing of a router of your own."""
+"""Base class of routers, with what the package asks beside the routing."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-
-from .dispatch import Routing, assign_all
 
 
 class Router(nn.Module):
@@ -45,22 +43,3 @@ class Router(nn.Module):
     def dropping_nothing(self) -> Iterator[None]:
         """Drop no choice in eval mode, in the block."""
         yield
-
-
-def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
-    """Send every row to its chosen experts and drop nothing.
-
-    Args:
-        expert_TK: integers in [0, E), in each row all different.
-        weight_TK: factors of the experts' outputs, with their gradients.
-        num_experts: E.
-
-    Raises:
-        ValueError: if the two are not of one shape (T, K), or the experts no integers.
-    """
-    if expert_TK.ndim != 2 or expert_TK.shape != weight_TK.shape or expert_TK.is_floating_point():
-        raise ValueError(
-            "A routing needs integers and their weights of one shape (T, K), got "
-            f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
-        )
-    return assign_all(expert_TK, weight_TK, num_experts)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, assign_all, expert_capacity, has_equal_slots, queue
+from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, queue, routing_to
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
+from .recording_router import RecordingRouter
 from .router import Router
-from .router_records import RecordingRouter
 
 LOSSES = ("importance", "load", "balance", "balance_top_k")
 #: Options that a printed router shows if they are set.
@@ -196,7 +196,7 @@ class TopKRouter(RecordingRouter):
         elif self.gate_mode == "renorm":
             gate_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
         if capacity is None:
-            return assign_all(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
+            return routing_to(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
         return assign(expert_GSK, gate_GSK, *queue(expert_GSK, self.num_experts, priority_GS), capacity)
 
     def _groups(self, batch: int) -> int:
@@ -294,11 +294,6 @@ class TiledRouter(TopKRouter):
     def routing_degree(self) -> int:
         return math.comb(self.part_size, self.top_k) ** self.ensemble_size
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B M, ..., D), the entries of an image one after the other."""
-        _check_copies(x.shape[0], self.ensemble_size)
-        return super().forward(x)
-
     def _groups(self, batch: int) -> int:
         return super()._groups(batch // self.ensemble_size)
 
@@ -385,7 +380,6 @@ class MultiHeadRouter(TopKRouter):
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""
-        _check_copies(x.shape[0], self.top_k)
         rows = math.prod(x.shape[1:-1])
 
         def choice_of_copy(per_row: Tensor) -> Tensor:
@@ -408,8 +402,3 @@ def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rest = rest.scatter(-1, chosen[-1], -torch.inf)
     indices = torch.cat(chosen, -1)
     return gate.gather(-1, indices), indices
-
-
-def _check_copies(batch: int, copies: int) -> None:
-    if batch % copies:
-        raise ValueError(f"A batch of {batch} does not hold each image {copies} times, once for each member.")

@@ -19,8 +19,6 @@ from .router import Router
 
 #: Never entered: only asked whether backward is running.
 _tracker = ModuleTracker()
-#: Records that gather at most: as many as several forwards of the deepest models whose blocks share a router.
-MOST_WAITING = 256
 
 
 def in_backward() -> bool:
@@ -118,18 +116,14 @@ class RecordingRouter(Router):
         """Drop the records that waited at two steps of optimizers which do not train this router: nobody adds them."""
         if not self._announced and self.has_pending_losses():
             if self._unclaimed:
-                self._drop_oldest(self._unclaimed)
+                warnings.warn(
+                    "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. "
+                    "Where routers are not to be trained, call eval() on them or freeze them with "
+                    "requires_grad_(False); else add timm_moe.auxiliary_loss(model) to the loss after each forward.",
+                    stacklevel=2,
+                )
+            self.records = self.records[self._unclaimed :]
             self._unclaimed = len(self.records)
-
-    def _drop_oldest(self, number: int) -> None:
-        self.records = self.records[number:]
-        self._unclaimed = max(self._unclaimed - number, 0)
-        warnings.warn(
-            "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. Where "
-            "routers are not to be trained, call eval() on them or freeze them with requires_grad_(False); else add "
-            "timm_moe.auxiliary_loss(model) to the loss after each forward.",
-            stacklevel=3,
-        )
 
     def is_recording(self) -> bool:
         """Tell if this is training, with gradients.
@@ -173,8 +167,6 @@ class RecordingRouter(Router):
         )
         # Without losses to add, nobody may ever come for the records, so they must not pile up.
         self.records = [*self.records, record] if _has_gradient(record) else [record]
-        if len(self.records) > MOST_WAITING and not self._announced:
-            self._drop_oldest(1)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy or a pickle must hold no graph
         return {**self.__dict__, "records": [], "totals": None}

@@ -196,22 +196,6 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
     assert "call eval() on them or freeze them" in told[0]
 
 
-def test_a_loop_that_never_steps_does_not_pile_up(monkeypatch):
-    monkeypatch.setattr("timm_moe.layers.router_records.MOST_WAITING", 3)
-    model, images = routed_model(), batch()[0][:1]
-    for _ in range(3):
-        model.forward_features(images)
-    for _ in range(3):
-        with pytest.warns(UserWarning, match="Nobody adds the losses of routers in a model that is in training mode"):
-            model.forward_features(images)
-    records = model.blocks[1].mlp.router.records
-    assert len(records) == 3
-    layers = timm_moe.moe_layers(model).values()
-    total = sum(record.weighted_loss for layer in layers for record in layer.router.records)
-    torch.testing.assert_close(timm_moe.auxiliary_loss(model), total)
-    assert len(records) == 3
-
-
 @pytest.mark.filterwarnings("error")
 def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
     images, _ = batch()
