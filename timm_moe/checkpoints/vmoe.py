@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
-from ..models.vision_transformer import vmoe_variants
+from ..models.registration import vmoe_variants
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")

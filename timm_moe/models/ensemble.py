@@ -1,17 +1,15 @@
 """Ensembles inside one Vision Transformer: pBE (arXiv 2110.03360), published as E³, and its ablations in V-MoE."""
 
-from functools import partial
 from typing import Any
 
 import torch
-from timm.models import generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
 from ..layers import ensemble_log_probabilities, tile
-from .registration import register
-from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit, vmoe_variants
+from .registration import Variant, cfgs_of, register_variants, vmoe_variants
+from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit
 
 __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints
 
@@ -126,17 +124,13 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
 _PBE = {**VMOE, **dict(ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
 _VARIANTS = vmoe_variants("vmoe_pbe", "pBE in V-MoE", _PBE)
 
-default_cfgs = generate_default_cfgs(
-    {tagged: cfg for name, variant in _VARIANTS.items() for tagged, cfg in variant.cfgs(name).items()}
-)
+default_cfgs = cfgs_of(_VARIANTS)
 
 
-def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    variant = _VARIANTS[name]
+def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     # Partitioning divides the tokens of one ordinary model.
     model_class = MoeVisionTransformer if kwargs.get("ensemble") == "partitioning" else EnsembleVisionTransformer
-    return create_moe_vit(name, variant.stock, pretrained, variant.args, {**variant.own_size, **kwargs}, model_class)
+    return create_moe_vit(model_class, name, variant, pretrained, kwargs)
 
 
-for _name, _variant in _VARIANTS.items():
-    register(__name__, _name, _variant.description, partial(_create, _name))
+register_variants(__name__, _VARIANTS, _create)

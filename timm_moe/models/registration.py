@@ -1,11 +1,13 @@
-"""Sizes of Vision Transformers, and the registration that all families share."""
+"""Registration of models with timm, and the sizes of Vision Transformers that families share."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from timm.models import PretrainedCfg, get_arch_pretrained_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
 #: Arguments of timm's VisionTransformer by size. ``"vmoe_small"`` is V-MoE's own S.
@@ -18,20 +20,80 @@ SIZES: dict[str, dict[str, Any]] = {
     "large": dict(embed_dim=1024, depth=24, num_heads=16),
     "huge": dict(embed_dim=1280, depth=32, num_heads=16),
 }
+#: Preprocessing as in V-MoE's configurations, for models that have no counterpart in timm.
+VMOE_S_CFG: dict[str, Any] = {
+    **dict(num_classes=1000, first_conv="patch_embed.proj", classifier="head"),
+    **dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=0.875, interpolation="bilinear"),
+    **dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+}
 
 
-def vit_args(size: str, patch_size: int, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a size and a patch size, and further options."""
-    return {**SIZES[size], "patch_size": patch_size, **options}
+class Variant(NamedTuple):
+    """A registered model, in one line, and the arguments that make timm's VisionTransformer this model."""
+
+    description: str
+    stock: str  # the model of timm whose pretrained tags it takes over, and as which its weights are exported
+    args: dict[str, Any]
+    #: Arguments that the exported model needs too: timm has no model of this size, and no weights for it.
+    own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
+
+    def cfgs(self, name: str) -> dict[str, Any]:
+        """Return the entries of ``default_cfgs`` for the model of this name."""
+        if self.own_size:
+            return {name: VMOE_S_CFG}
+        size = self.args.get("img_size")
+        changes = {"input_size": (3, size, size)} if size else {}
+        # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
+        return {
+            f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False, **changes)
+            for cfg in get_arch_pretrained_cfgs(self.stock).values()
+        }
 
 
-def stock_cfgs(name: str, stock: str, **changes: Any) -> dict[str, PretrainedCfg]:
-    """Return pretrained configs for a model that takes over the pretrained tags of a stock model of timm."""
-    # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
+def of_size(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
+    """Return a variant in a size of timm's ViTs, with timm's weights of this name."""
+    return Variant(description, f"vit_{size}_patch{patch}_{weights}", {**SIZES[size], "patch_size": patch, **options})
+
+
+def vmoe_variants(prefix: str, model: str, options: dict[str, Any], with_huge: bool = True) -> dict[str, Variant]:
+    """Return variants in V-MoE's sizes; H has experts in the last five odd blocks. ``model`` begins descriptions."""
+    small = f"{model}-S/32: 512 wide and 8 blocks, not timm's ViT-S."
+    huge = of_size(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"})
     return {
-        f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False, **changes)
-        for cfg in get_arch_pretrained_cfgs(stock).values()
+        f"{prefix}_s32": Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"]),
+        f"{prefix}_b32": of_size(f"{model}-B/32.", "base", 32, **options),
+        f"{prefix}_b16": of_size(f"{model}-B/16.", "base", 16, **options),
+        f"{prefix}_l32": of_size(f"{model}-L/32.", "large", 32, **options),
+        f"{prefix}_l16": of_size(f"{model}-L/16.", "large", 16, **options),
+        **({f"{prefix}_h14": huge} if with_huge else {}),
     }
+
+
+def cfgs_of(variants: Mapping[str, Variant]) -> Any:
+    """Return the ``default_cfgs`` of a module that registers these variants."""
+    return generate_default_cfgs(
+        {tagged: cfg for name, variant in variants.items() for tagged, cfg in variant.cfgs(name).items()}
+    )
+
+
+def create_vit(
+    model_class: type[nn.Module], name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]
+) -> nn.Module:
+    """Build a variant as timm builds its Vision Transformers; ``kwargs`` are the caller's."""
+    return build_model_with_cfg(
+        model_class,
+        name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter"),
+        **{**variant.own_size, **variant.args, **kwargs},
+    )
+
+
+def register_variants(module: str, variants: Mapping[str, Variant], create: Callable[..., nn.Module]) -> None:
+    """Register variants for their module; ``create`` takes a name, the variant, ``pretrained`` and ``kwargs``."""
+    for name, variant in variants.items():
+        register(module, name, variant.description, partial(create, name, variant))
 
 
 def register(module: str, name: str, description: str, create: Callable[[bool, dict[str, Any]], nn.Module]) -> None:

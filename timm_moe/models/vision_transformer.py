@@ -1,16 +1,15 @@
 """Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732), Switch."""
 
 from collections import OrderedDict
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from timm.models import PretrainedCfg, build_model_with_cfg, generate_default_cfgs
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models import PretrainedCfg
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..layers.checks import check_flag
 from .mixin import MoeMixin, note_dense_form
-from .registration import SIZES, register, stock_cfgs, vit_args
+from .registration import Variant, cfgs_of, create_vit, of_size, register_variants, vmoe_variants
 
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 
@@ -77,105 +76,45 @@ _VIMOE: dict[str, Any] = {
     **dict(weights="dinov2", num_experts=8, moe_layers="tail-2", expert_init="same", init_values=1e-5, img_size=224),
     **dict(router="top_k", top_k=1, routing_unit="image", aux_loss="balance", aux_loss_weight=0.01),
 }
-#: timm has no ViT of V-MoE-S's shape; preprocessing as in V-MoE's configurations.
-VMOE_S_CFG: dict[str, Any] = {
-    **dict(num_classes=1000, first_conv="patch_embed.proj", classifier="head"),
-    **dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=0.875, interpolation="bilinear"),
-    **dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
-}
-
-
-class Variant(NamedTuple):
-    """A registered model, in one line, and the arguments that make timm's VisionTransformer this model."""
-
-    description: str
-    stock: str  # the model of timm whose pretrained tags it takes over, and as which its weights are exported
-    args: dict[str, Any]
-    #: Arguments that the exported model needs too: timm has no model of this size, and no weights for it.
-    own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
-
-    def cfgs(self, name: str) -> dict[str, Any]:
-        """Return the entries of ``default_cfgs`` for the model of this name."""
-        size = self.args.get("img_size")
-        changes = {"input_size": (3, size, size)} if size else {}
-        return {name: VMOE_S_CFG} if self.own_size else stock_cfgs(name, self.stock, **changes)
-
-
-def _of_size(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
-    return Variant(description, f"vit_{size}_patch{patch}_{weights}", vit_args(size, patch, **options))
-
-
-def vmoe_variants(prefix: str, model: str, options: dict[str, Any]) -> dict[str, Variant]:
-    """Return variants in V-MoE's six sizes; H has experts in the last five odd blocks."""
-    small = f"{model}-S/32: 512 wide and 8 blocks, not timm's ViT-S."
-    s32 = Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"])
-    return {
-        f"{prefix}_s32": s32,
-        f"{prefix}_b32": _of_size(f"{model}-B/32.", "base", 32, **options),
-        f"{prefix}_b16": _of_size(f"{model}-B/16.", "base", 16, **options),
-        f"{prefix}_l32": _of_size(f"{model}-L/32.", "large", 32, **options),
-        f"{prefix}_l16": _of_size(f"{model}-L/16.", "large", 16, **options),
-        f"{prefix}_h14": _of_size(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"}),
-    }
-
-
 _VARIANTS = {
-    "vit_tiny_ewa_moe": _of_size("EWA ViT-Ti/16.", "tiny", 16),
-    "vit_small_ewa_moe": _of_size("EWA ViT-S/16.", "small", 16),
-    "vit_base_ewa_moe": _of_size("EWA ViT-B/16.", "base", 16),
-    "vit_large_ewa_moe": _of_size("EWA ViT-L/16.", "large", 16),
-    "vit_tiny_moe": _of_size("Naive MoE ViT-Ti/16.", "tiny", 16, **NAIVE),
-    "vit_small_moe": _of_size("Naive MoE ViT-S/16.", "small", 16, **NAIVE),
-    "vit_base_moe": _of_size("Naive MoE ViT-B/16.", "base", 16, **NAIVE),
+    "vit_tiny_ewa_moe": of_size("EWA ViT-Ti/16.", "tiny", 16),
+    "vit_small_ewa_moe": of_size("EWA ViT-S/16.", "small", 16),
+    "vit_base_ewa_moe": of_size("EWA ViT-B/16.", "base", 16),
+    "vit_large_ewa_moe": of_size("EWA ViT-L/16.", "large", 16),
+    "vit_tiny_moe": of_size("Naive MoE ViT-Ti/16.", "tiny", 16, **NAIVE),
+    "vit_small_moe": of_size("Naive MoE ViT-S/16.", "small", 16, **NAIVE),
+    "vit_base_moe": of_size("Naive MoE ViT-B/16.", "base", 16, **NAIVE),
     **vmoe_variants("vmoe", "V-MoE", VMOE),
-    "vimoe_s14": _of_size("ViMoE-S/14.", "small", 14, **_VIMOE),
-    "vimoe_s14_shared": _of_size("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
-    "vimoe_b14": _of_size("ViMoE-B/14.", "base", 14, **_VIMOE),
-    "vimoe_b14_shared": _of_size("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
+    "vimoe_s14": of_size("ViMoE-S/14.", "small", 14, **_VIMOE),
+    "vimoe_s14_shared": of_size("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
+    "vimoe_b14": of_size("ViMoE-B/14.", "base", 14, **_VIMOE),
+    "vimoe_b14_shared": of_size("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
 }
 
-
-default_cfgs = generate_default_cfgs(
-    {tagged: cfg for name, variant in _VARIANTS.items() for tagged, cfg in variant.cfgs(name).items()}
-)
+default_cfgs = cfgs_of(_VARIANTS)
 
 
 def create_moe_vit(
-    variant: str,
-    dense_architecture: str,
-    pretrained: bool,
-    model_args: dict[str, Any],
-    kwargs: dict[str, Any],
-    model_class: type[nn.Module] = MoeVisionTransformer,
+    model_class: type[nn.Module], name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]
 ) -> nn.Module:
-    """Build a variant as timm builds its own, to be exported as ``dense_architecture``; ``kwargs`` are the caller's."""
-    out_indices = kwargs.pop("out_indices", 3)
+    """Build a variant as timm builds its own, to be exported as its stock; ``kwargs`` are the caller's."""
+    kwargs = {**variant.own_size, **kwargs}
     if kwargs.get("features_only"):
         kwargs["num_classes"] = 0  # timm would load DINOv2's weights, which have no classifier, strictly
-    model = build_model_with_cfg(
-        model_class,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-        **{**model_args, **kwargs},
-    )
-    note_dense_form(model, dense_architecture, kwargs)
+    model = create_vit(model_class, name, variant, pretrained, kwargs)
+    note_dense_form(model, variant.stock, kwargs)
     return model
 
 
-def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    variant = _VARIANTS[name]
-    model_args = variant.args
+def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if name.startswith("vimoe"):
         cfg = kwargs.get("pretrained_cfg")
         stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
         stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
         # DINOv2's weights, and so their config, have no classifier. A saved model may state 0 classes.
         if not stated.get("source") and not stated.get("num_classes"):
-            model_args = {"num_classes": 1000, **model_args}
-    return create_moe_vit(name, variant.stock, pretrained, model_args, {**variant.own_size, **kwargs})
+            variant = variant._replace(args={"num_classes": 1000, **variant.args})
+    return create_moe_vit(MoeVisionTransformer, name, variant, pretrained, kwargs)
 
 
-for _name, _variant in _VARIANTS.items():
-    register(__name__, _name, _variant.description, partial(_create, _name))
+register_variants(__name__, _VARIANTS, _create)

@@ -1,6 +1,5 @@
 """WideNet (arXiv 2107.11817): attention and experts held once and used by every block; norms of each block its own."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from ..convert.registry import moe_options
 from ..layers.checks import check_flag
 from ..layers.functional import kept_whole
 from .mixin import MoeMixin
-from .registration import SIZES, register
-from .vision_transformer import VMOE_S_CFG, PreLogitsVisionTransformer, create_moe_vit
+from .registration import SIZES, VMOE_S_CFG, Variant, register_variants
+from .vision_transformer import PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
 
@@ -159,11 +158,6 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         super().restore_stock_class()
 
 
-#: Preprocessing as for V-MoE-S.
-default_cfgs = generate_default_cfgs(
-    {f"{family}_{size}": VMOE_S_CFG for family in ("widenet", "ones") for size in ("b", "l", "h")}
-)
-
 #: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds capacities down.
 _WIDENET = {
     **dict(num_experts=4, top_k=2, noise_std=1.0, aux_loss="balance_top_k", aux_loss_weight=0.01),
@@ -177,14 +171,23 @@ _OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=Tr
 
 #: Arguments of WideNet's sizes. B has an MLP as wide as that of the paper, not timm's.
 _SIZES = {"b": {**SIZES["base"], "mlp_ratio": 4096 / 768}, "l": SIZES["large"], "h": SIZES["huge"]}
+_VARIANTS: dict[str, Variant] = {}
+for _size, _args in _SIZES.items():
+    _name, _ones, _args = f"WideNet-{_size.upper()}", f"ones_{_size}", {**_POOLING, **_args}
+    _student = f"OneS's student of {_name} (arXiv 2201.10890): one dense network for all blocks."
+    _VARIANTS |= {f"widenet_{_size}": Variant(f"{_name}.", _ones, {**_WIDENET, **_args})}
+    _VARIANTS |= {_ones: Variant(_student, _ones, _args)}
+
+default_cfgs = generate_default_cfgs(dict.fromkeys(_VARIANTS, VMOE_S_CFG))
 
 
-def _create(name: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     official = kwargs.pop("official_compat", False)
     check_flag("official_compat", official)
-    args: dict[str, Any] = {**_POOLING, **(_OFFICIAL if official else {}), **_SIZES[size]}
+    if official:
+        variant = variant._replace(args={**variant.args, **_OFFICIAL})
     if name.startswith("widenet") and kwargs.get("num_experts") != 0:
-        model = create_moe_vit(name, f"ones_{size}", pretrained, {**_WIDENET, **args}, kwargs, WideNet)
+        model = create_moe_vit(WideNet, name, variant, pretrained, kwargs)
         dense_args = getattr(model, "dense_args", None)
         if dense_args is not None:  # no feature extractor
             dense_args["official_compat"] = official
@@ -193,11 +196,8 @@ def _create(name: str, size: str, pretrained: bool, kwargs: dict[str, Any]) -> n
     foreign = [option for option in kwargs if option in {*moe_options("top_k"), "routing_groups"} - {"num_experts"}]
     if foreign or kwargs.pop("num_experts", 0):
         raise ValueError(f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {name} has not.")
-    return create_moe_vit(name, name, pretrained, args, kwargs, SharedVisionTransformer)
+    dense = variant._replace(args={option: value for option, value in variant.args.items() if option not in _WIDENET})
+    return create_moe_vit(SharedVisionTransformer, name, dense, pretrained, kwargs)
 
 
-for _size in _SIZES:
-    _widenet, _ones = f"WideNet-{_size.upper()}", f"ones_{_size}"
-    _student = f"OneS's student of {_widenet} (arXiv 2201.10890): one dense network for all blocks."
-    register(__name__, f"widenet_{_size}", f"{_widenet}.", partial(_create, f"widenet_{_size}", _size))
-    register(__name__, _ones, _student, partial(_create, _ones, _size))
+register_variants(__name__, _VARIANTS, _create)

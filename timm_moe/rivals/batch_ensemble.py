@@ -17,9 +17,9 @@ from ..convert.blocks import select_blocks
 from ..layers.checks import check_choice, check_integer, check_number
 from ..layers.functional import kept_whole
 from ..models.ensemble import MembersMixin
+from ..models.registration import cfgs_of, create_vit, register_variants, vmoe_variants
 from ..models.vision_transformer import PreLogitsVisionTransformer
 from .learning_rates import scale_learning_rates
-from .registration import cfgs, create_vit, register_variants, variants
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 
@@ -88,14 +88,11 @@ class BatchEnsembleLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B M, ..., D) to (B M, ..., D'); ValueError if M does not divide the batch."""
+        """Map x (B M, ..., D) to (B M, ..., D')."""
         if isinstance(x, Proxy):
             return kept_whole(self, x)
-        members = self.ensemble_size
-        if x.shape[0] % members:
-            raise ValueError(f"A batch of {x.shape[0]} does not hold each image {members} times, once for each member.")
         batch = x.shape[:-1]
-        x = x.unflatten(0, (x.shape[0] // members, members))
+        x = x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))
         y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(self.output_factor, x)
         return (y if self.bias is None else y + _like(self.bias, y)).reshape(*batch, y.shape[-1])
 
@@ -163,6 +160,6 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         return {name: module for name, module in self.named_modules() if isinstance(module, BatchEnsembleLinear)}
 
 
-_VARIANTS = variants("vit_be", "Batch ensemble in ViT", {})
-default_cfgs = cfgs(_VARIANTS)
+_VARIANTS = vmoe_variants("vit_be", "Batch ensemble in ViT", {}, with_huge=False)
+default_cfgs = cfgs_of(_VARIANTS)
 register_variants(__name__, _VARIANTS, partial(create_vit, BatchEnsembleVisionTransformer))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..layers.checks import check_integer, check_number
 from ..models.ensemble import as_one_classifier
 from ..models.mixin import MoeMixin
-from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, Variant, create_moe_vit
-from .registration import cfgs, create_vit, register_variants, variants
+from ..models.registration import Variant, cfgs_of, create_vit, register_variants, vmoe_variants
+from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
 
@@ -106,11 +106,6 @@ class MimoMixin(VisionTransformer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.training or isinstance(self.head, nn.Identity):
             return super().forward(x, *args, **kwargs)
-        for mask in (*args, *kwargs.values()):
-            if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) > 1:
-                raise ValueError(
-                    "MIMO mixes images in training, so a mask must be one for all of them: give it the shape (N, N)."
-                )
         batch = len(x)
         image_TM = draw_mixture(batch, self.ensemble_size, self.input_repetition, self.batch_repetitions, x.device)
         return unmix(super().forward(mix(x, image_TM), *args, **kwargs), image_TM, batch)
@@ -174,14 +169,15 @@ class MimoMoeVisionTransformer(MimoMixin, MoeVisionTransformer):
 
 #: As pBE's models in fine-tuning, but with 2 of all 32 experts (table 9).
 _VMOE = {**VMOE, **dict(top_k=2, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
-_DENSE, _SPARSE = variants("vit_mimo", "MIMO in ViT", {}), variants("vmoe_mimo", "MIMO in V-MoE", _VMOE)
+_DENSE = vmoe_variants("vit_mimo", "MIMO in ViT", {}, with_huge=False)
+_SPARSE = vmoe_variants("vmoe_mimo", "MIMO in V-MoE", _VMOE, with_huge=False)
 
-default_cfgs = cfgs({**_DENSE, **_SPARSE})
+default_cfgs = cfgs_of({**_DENSE, **_SPARSE})
 
 
 def _create_sparse(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     args, dense = {**variant.own_size, **variant.args}, name.replace("vmoe", "vit")
-    model = create_moe_vit(name, dense, pretrained, args, kwargs, MimoMoeVisionTransformer)
+    model = create_moe_vit(MimoMoeVisionTransformer, name, Variant("", dense, args), pretrained, kwargs)
     if isinstance(model, MimoMoeVisionTransformer):
         model.dense_args = {**(model.dense_args or {}), "ensemble_size": model.ensemble_size}
     return model
