@@ -95,15 +95,11 @@ def test_experts_and_members_come_from_one_dense_checkpoint_or_a_v_moe(dense_vit
         torch.testing.assert_close(model.forward_members(images), expected[:, None].expand(-1, 2, -1))
 
 
-def test_a_checkpoint_of_its_own_loads_and_others_are_refused(dense_vit):
+def test_a_checkpoint_of_its_own_loads_and_others_are_refused():
     model = mimo(ensemble_size=2)
     again = mimo(ensemble_size=2)
     again.load_state_dict(model.state_dict())
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-    with pytest.raises(ValueError, match="create the model with the ensemble_size, in_chans and num_classes"):
-        mimo(ensemble_size=3, in_chans=1).load_state_dict(
-            dense_vit.state_dict()
-        )  # 3 channels: one image or 3 grey ones
     with pytest.raises(RuntimeError, match="size mismatch"):
         mimo(ensemble_size=4).load_state_dict(model.state_dict())
 
@@ -180,7 +176,6 @@ def test_compiled(name, images):
         (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1"),
         (dict(batch_repetitions=0), "batch_repetitions must be an integer of at least 1"),
         (dict(input_repetition=-0.1), "input_repetition must be a number of at least 0"),
-        (dict(input_repetition=1), "input_repetition must be below 1, got 1"),
     ],
 )
 def test_options_out_of_range(options, message):
@@ -192,4 +187,6 @@ def test_a_batch_too_small_to_be_mixed():
     model = mimo()
     with pytest.raises(ValueError, match=r"A batch of 2 with input_repetition=0\.5 leaves nothing to shuffle"):
         model(torch.randn(2, 3, 32, 32))
+    with pytest.raises(ValueError, match=r"A batch of 8 with input_repetition=1 leaves nothing to shuffle"):
+        mimo(input_repetition=1)(torch.randn(8, 3, 32, 32))
     assert model.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 5)

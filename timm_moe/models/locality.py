@@ -4,7 +4,7 @@ Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); 
 Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import Attention, PatchEmbed
@@ -12,7 +12,7 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_unshuffle
 
-from ..layers.checks import check_flag, check_integer
+from ..layers.checks import check_flag
 
 
 def check_flags(shifted_patches: bool, locality_attention: bool) -> None:
@@ -34,15 +34,11 @@ class ShiftedPatches(nn.Module):
         norm_layer: class of the norm; LayerNorm by default.
         bias: add a bias in the projection.
         like: ``device`` and ``dtype`` of the parameters.
-
-    Raises:
-        ValueError: if the patch size is no positive integer.
     """
 
     def __init__(
         self, in_channels: int, dim: int, patch_size: int, norm_layer: Any = None, bias: bool = True, **like: Any
     ):
-        check_integer("The patch_size of shifted patches", patch_size, 1)
         super().__init__()
         self.in_channels = in_channels
         self.patch_size = patch_size
@@ -69,37 +65,17 @@ def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
     return torch.cat([x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1)
 
 
-class FixedPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed, but ``proj`` maps images (B, C, H, W) to tokens, and the patch size cannot change."""
-
-    patches: ClassVar[str]  # their name, for messages
-
-    def __init__(self, proj: nn.Module, *args: Any, **kwargs: Any):
-        super().__init__(*args, **{**kwargs, "device": "meta"})
-        self.proj = proj  # type: ignore[assignment]
-
-    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        if patch_size not in (None, self.patch_size, self.patch_size[0]):
-            raise ValueError(f"The size of {self.patches} is fixed at {self.patch_size[0]}, got {patch_size!r}.")
-        super().set_input_size(img_size)
-
-
-class ShiftedPatchEmbed(FixedPatchEmbed):
-    """timm's PatchEmbed with shifted patches instead of its convolution.
+class ShiftedPatchEmbed(PatchEmbed):
+    """timm's PatchEmbed with shifted patches, whose size cannot change, instead of its convolution.
 
     It takes PatchEmbed's arguments; ``norm_layer`` acts on the flattened patches, see :class:`ShiftedPatches`.
-
-    Raises:
-        ValueError: if the patch size is no positive integer, or is to change later.
     """
-
-    patches = "shifted patches"
 
     def __init__(self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any):
         own = ("norm_layer", "bias", "device", "dtype")
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
-        proj = ShiftedPatches(in_chans, embed_dim, patch_size, **options)
-        super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
+        super().__init__(img_size, patch_size, in_chans, embed_dim, **kwargs, device="meta")
+        self.proj: Any = ShiftedPatches(in_chans, embed_dim, patch_size, **options)
         self.in_channels = in_chans
 
 

@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import Attention, Mlp
+from timm.layers import Attention, Mlp, PatchEmbed
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, unfold
 
-from ..layers.checks import check_integer
-from .locality import FixedPatchEmbed, LocalityAttention, check_flags, diagonal, shifted
+from .locality import LocalityAttention, check_flags, diagonal, shifted
 from .vision_transformer import PreLogitsVisionTransformer
 
 #: Side, stride and padding of the windows that become tokens.
@@ -97,25 +96,17 @@ def _split(x_BCHW: Tensor, layer: nn.Module) -> Tensor:
     return x_BND.transpose(1, 2).reshape(x_BCHW.shape[0], x_BND.shape[2], height, width)
 
 
-class TokensToTokenEmbed(FixedPatchEmbed):
+class TokensToTokenEmbed(PatchEmbed):
     """timm's PatchEmbed with :class:`TokensToToken` instead of its convolution.
 
-    It takes the arguments of both; ``bias`` is not used.
-
-    Raises:
-        ValueError: if the patch size is no power of 2, or is to change later.
+    It takes the arguments of both; ``bias`` is not used. The patch size is a power of 2 and cannot change.
     """
 
-    patches = "T2T's patches"
-
     def __init__(self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any):
-        check_integer("The patch_size of T2T", patch_size, 2)
-        if patch_size & (patch_size - 1):
-            raise ValueError(f"The patch_size of T2T must be a power of 2, got {patch_size}.")
         own = ("shifted_patches", "locality_attention", "device", "dtype")
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
-        proj = TokensToToken(in_chans, embed_dim, patch_size.bit_length() - 1, **options)
-        super().__init__(proj, img_size, patch_size, in_chans, embed_dim, **kwargs)
+        super().__init__(img_size, patch_size, in_chans, embed_dim, **kwargs, device="meta")
+        self.proj: Any = TokensToToken(in_chans, embed_dim, patch_size.bit_length() - 1, **options)
 
 
 register_notrace_module(TokensToTokenEmbed)  # it branches on the size of the grid

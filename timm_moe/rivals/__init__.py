@@ -1,8 +1,7 @@
 """Methods that the papers compare with. Their models are registered; no other part of the package imports them."""
 
-from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer
+from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer, scale_learning_rates
 from .fused import FusedMlp, Fusion
-from .learning_rates import scale_learning_rates
 from .mc_dropout import sampled_members, sampling
 from .mimo import MimoMoeVisionTransformer, MimoVisionTransformer
 from .switch_ema import SwitchEma

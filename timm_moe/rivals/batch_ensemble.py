@@ -3,6 +3,7 @@
 Shape suffixes: B images, M members, D width.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from ..layers.functional import kept_whole
 from ..models.ensemble import MembersMixin
 from ..models.registration import cfgs_of, create_vit, register_variants, vmoe_variants
 from ..models.vision_transformer import PreLogitsVisionTransformer
-from .learning_rates import scale_learning_rates
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 
@@ -80,11 +80,6 @@ class BatchEnsembleLinear(nn.Module):
             state_dict[f"{prefix}bias"] = bias.repeat(self.ensemble_size, 1)
             for name in FACTORS:
                 state_dict.setdefault(prefix + name, getattr(self, name).detach())
-        elif bias is not None and bias.shape[0] != self.ensemble_size:
-            raise ValueError(
-                f"The checkpoint has {bias.shape[0]} members in {prefix}bias, the model has {self.ensemble_size}: "
-                f"create the model with ensemble_size={bias.shape[0]}."
-            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,6 +102,28 @@ def _like(factor_MD: Tensor, x: Tensor) -> Tensor:
 
 
 register_notrace_module(BatchEnsembleLinear)  # control flow depends on the batch size
+
+
+def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter, float]) -> None:
+    """Multiply the learning rate of some parameters, which move to groups of their own.
+
+    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers multiply by. The
+    optimizer must not have taken a step yet.
+
+    Raises:
+        ValueError: if the optimizer does not train one of them.
+    """
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not parameters.keys() <= trained:
+        raise ValueError("The optimizer does not train all parameters that are to have a learning rate of their own.")
+    for group in list(optimizer.param_groups):
+        by_scale: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_scale.setdefault(parameters.get(parameter, 1.0), []).append(parameter)
+        group["params"] = by_scale.pop(1.0, [])
+        for scale, members in sorted(by_scale.items()):
+            own = {**group, "lr_scale": group.get("lr_scale", 1.0) * scale, "params": members}
+            optimizer.add_param_group(own)
 
 
 class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):

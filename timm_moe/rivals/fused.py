@@ -59,10 +59,8 @@ class Fusion(Router):
         others = (1 - self.common_share) * logits.softmax(0)
         return torch.cat([others.new_full((1,), self.common_share), others])
 
-    def forward(self, x: Tensor | None = None) -> Any:
-        """Return the weights, as :meth:`weights`; RuntimeError if there are rows to route."""
-        if x is not None:
-            raise RuntimeError("Fused experts route nothing: they are one network for all rows.")
+    def forward(self) -> Tensor:
+        """Return :meth:`weights`."""
         return self.weights()
 
     def extra_repr(self) -> str:
@@ -96,11 +94,6 @@ class FusedMlp(MoeMlp):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Start with equal weights if the checkpoint has experts but no weights to fuse them."""
-        if f"{prefix}router.weight" in state_dict:
-            raise ValueError(
-                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are fused: leave tensors "
-                "named router.weight out of the checkpoint to fuse its experts."
-            )
         loaded = [state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict]
         if len(loaded) == len(self.stacked_shapes):
             for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
@@ -130,9 +123,7 @@ class FusedMlp(MoeMlp):
         return fused
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Map each row of x (..., D) by the fused network; ValueError if a routing is given."""
-        if routing is not None:
-            raise ValueError("Fused experts are one network for all rows: there is no routing to give.")
+        """Map each row of x (..., D) by the fused network, which has no use for a routing."""
         return self._call(self._ffn, self._fused(), x)
 
 

@@ -87,11 +87,6 @@ class MimoMixin(VisionTransformer):
         check_integer("ensemble_size", ensemble_size, 1)
         check_integer("batch_repetitions", batch_repetitions, 1)
         check_number("input_repetition", input_repetition, 0)
-        if input_repetition >= 1:
-            raise ValueError(
-                f"input_repetition must be below 1, got {input_repetition}: members that always see the same image "
-                "do not learn to tell theirs from the others."
-            )
         super().__init__(in_chans=ensemble_size * in_chans, num_classes=ensemble_size * num_classes, **kwargs)
         self.num_classes = num_classes
         self.in_chans = in_chans  # timm's loaders read it
@@ -134,24 +129,16 @@ class MimoMixin(VisionTransformer):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Repeat tensors that have the shape for one member."""
-        own, repeated, members = dict(self.named_parameters()), set(), self.ensemble_size
-        tensors = [("patch_embed.proj.weight", 1, members), ("head.weight", 0, members), ("head.bias", 0, 1)]
-        for name, dim, divisor in tensors:
-            loaded, parameter = state_dict.get(prefix + name), own.get(name)
-            if loaded is None or parameter is None or members == 1:
-                continue
-            is_one = loaded.shape[dim] * members == parameter.shape[dim]
-            if is_one:
+        own, members = dict(self.named_parameters()), self.ensemble_size
+        for name, dim, divisor in [
+            ("patch_embed.proj.weight", 1, members),
+            ("head.weight", 0, members),
+            ("head.bias", 0, 1),
+        ]:
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and name in own and loaded.shape[dim] * members == own[name].shape[dim]:
                 copies = [members if d == dim else 1 for d in range(loaded.ndim)]
                 state_dict[prefix + name] = loaded.repeat(copies) / divisor
-            if is_one or loaded.shape == parameter.shape:
-                repeated.add(is_one)
-        if len(repeated) > 1:
-            raise ValueError(
-                f"The checkpoint has one image in its patch embedding and several in its classifier, or the reverse: "
-                f"create the model with the ensemble_size, in_chans and num_classes of the checkpoint "
-                f"(here {self.ensemble_size}, {self.in_chans} and {self.num_classes})."
-            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
