@@ -1,6 +1,8 @@
 """``<architecture>_ewa_moe``: names, tags, loading roads, and a small model of each family."""
 
 import pickle
+import sys
+from importlib import import_module
 
 import pytest
 import timm
@@ -15,7 +17,9 @@ from timm.models import get_arch_pretrained_cfgs, list_models, model_entrypoint
 import timm_moe
 from timm_moe.export.export import export_moe
 from timm_moe.models import ewa
-from timm_moe.papers.catalogue import row
+
+sys.path.insert(0, str(ROOT / "docs"))
+row = import_module("model_tables").row
 
 #: One of each way to hold feed-forward networks; the other families repeat it, in CI.
 QUICK = {

@@ -1,7 +1,7 @@
-"""The sizes and costs that the papers print, and the models': the command prints docs/generated/papers.md."""
+"""The sizes and costs that the papers print, and measurements of the models: docs/model_tables.py makes a page of them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -13,11 +13,8 @@ from ..convert.blocks import moe_layers
 from ..info import (
     activated_parameters,
     evaluation_cost,
-    is_named_after_stock,
-    model_info,
     parameters,
     parameters_of_an_expert,
-    registered_models,
     router_parameters,
     training_flops,
     weightless_model,
@@ -273,84 +270,11 @@ def comparisons(model: str) -> Iterator[tuple[str, str]]:
         for figure in of_paper:
             value = figure.measure()
             options = figure.label.removeprefix(name)
-            text = f"{figure.quantity.name}: {figure.printed or 'not legible'}, here {_number(value)}"
+            text = f"{figure.quantity.name}: {figure.printed or 'not legible'}, here {number_text(value)}"
             text += f" with{options}" if options else ""
             yield f"  {figure.where}", text + (f"; {figure.why(value)}" if figure.why(value) else "")
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """Write a number as the documentation does."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-
-
-_INTRODUCTION = """\
-# The models beside their papers
-
-What the papers print about the size and cost of the models, and what the models of this package have. This page is what
-`python -m timm_moe.papers.papers` prints: it builds every model without its weights and measures it.
-`timm-moe info MODEL` shows the rows of one model.
-
-## The models as registered
-
-*Parameters* counts the model in training, *activated* the part that one token passes through, with the routers, and
-*exported* the dense model after training, if the experts are not routed. *GFLOPs* are the operations of
-evaluating one image: linear layers, convolutions and attention's two products, a multiply-add counted as two (timm's
-GMACs are half of it).
-"""
-
-_LEGEND = """\
-## What the papers print
-
-*Model* is a registered name with the options that make it the paper's model, as `timm.create_model` and
-`--model-kwargs` take them; a `vit_*_patch*` is timm's own, a dense model that the paper compares with. *Paper* is the
-number as printed (some are not legible in the copy at hand), *here* is what the model has. If they still differ after
-rounding to the printed digits (WideNet and OneS cut digits off instead), the last column says why, or how far if that
-is not known. The quantities:
-
-- *parameters*: all of the model in training. *Activated*: those that one token passes through, the routers not counted;
-  where tokens are routed one by one, those that the tokens of one image pass through together, in so many routed
-  experts, all layers taken together, as the paper measured on average. *The dense model's*: one network in place of
-  the experts.
-- *MACs*: of evaluating one image, counted as fvcore does: multiply-adds of linear layers, convolutions and attention's
-  two products, and 5 for each number that a layer norm puts out. The paper calls them FLOPs. ADE20K's classifier is a
-  linear layer from each patch to 150 classes.
-- *training cost*: operations of a forward and a backward for one image, a multiply-add counted as two, in units of
-  2^30. Experts compute as many rows as their capacity allows. The paper does not say how it counts; why its V-MoE costs
-  less outside the experts than its ViT, and H/14 more than its size suggests, is not known.
-- *training cost over*: by how many percent it is above that of so many other models with the same options.
-- *FFN cost*: the places of all experts together for each token, K times the capacity factor.
-- *ways through the experts*: the possible choices of an image, multiplied over the layers ("routing degree").
-"""
-
-
-def page(values: Sequence[float]) -> str:
-    """Write the text of docs/generated/papers.md from the measured values of all :data:`FIGURES`."""
-    sections = [_INTRODUCTION, _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes())]
-    sections.append(_LEGEND)
-    for paper, number in PAPERS.items():
-        rows = [
-            [f.where, f"`{f.label}`", f.quantity.name, f.printed or "not legible", _number(value), f.why(value)]
-            for f, value in zip(FIGURES, values, strict=True)
-            if f.paper == paper
-        ]
-        sections.append(f"### {paper}, [arXiv {number}](https://arxiv.org/abs/{number})\n")
-        sections.append(_table(["where", "model", "quantity", "paper", "here", "why they differ"], rows))
-    return "\n".join(sections)
-
-
-def _sizes() -> Iterator[list[str]]:
-    for name in registered_models():
-        if is_named_after_stock(name):
-            continue  # docs/generated/models.md has these
-        info = model_info(name)
-        exported = "" if info.exported is None else _number(info.exported)
-        pixels = "x".join(str(size) for size in info.input_size[1:])
-        yield [f"`{name}`", _number(info.total), _number(info.activated), exported, _number(info.gflops), pixels]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-if __name__ == "__main__":
-    print(page([figure.measure() for figure in FIGURES]), end="")
