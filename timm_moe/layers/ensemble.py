@@ -5,28 +5,11 @@ Shape suffixes: B images, M members, C classes.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-
-
-class _Tile:
-    """Forward pre-hook of a block: repeats its input if it is the first, and the masks of single images."""
-
-    def __init__(self, copies: int, is_first: bool):
-        self.copies, self.is_first = copies, is_first
-
-    def __call__(
-        self, block: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, *others = inputs
-        if self.is_first:
-            x = x.repeat_interleave(self.copies, 0)
-        mask = kwargs.get("attn_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) * self.copies == len(x):
-            kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(self.copies, 0)}
-        return (x, *others), kwargs
 
 
 def tile(blocks: Sequence[nn.Module], copies: int) -> list[RemovableHandle]:
@@ -34,10 +17,20 @@ def tile(blocks: Sequence[nn.Module], copies: int) -> list[RemovableHandle]:
 
     The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), holds for all of its copies.
     """
-    return [
-        block.register_forward_pre_hook(_Tile(copies, is_first=block is blocks[0]), with_kwargs=True)
-        for block in blocks
-    ]
+    hooks = [partial(_tile, copies=copies, is_first=block is blocks[0]) for block in blocks]
+    return [block.register_forward_pre_hook(hook, with_kwargs=True) for block, hook in zip(blocks, hooks, strict=True)]
+
+
+def _tile(
+    block: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, copies: int, is_first: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x, *others = inputs
+    if is_first:
+        x = x.repeat_interleave(copies, 0)
+    mask = kwargs.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) * copies == len(x):
+        kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(copies, 0)}
+    return (x, *others), kwargs
 
 
 def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:

@@ -153,8 +153,8 @@ class Experts(StackedParameters):
             module = attrgetter(path)(self)
             if type(module).__name__ in FREEING:
                 raise RuntimeError(
-                    f"{path} of the experts in {self._place()} is sharded by itself, so its weights are freed before "
-                    "the experts compute: shard the expert layer or its block instead."
+                    f"{path} of the experts in {self.path or 'an expert layer'} is sharded by itself, so its weights "
+                    "are freed before the experts compute: shard the expert layer or its block instead."
                 )
             weights.update(zip((f"{path}.{name}" for name in names), module(names), strict=True))
         return weights
@@ -171,23 +171,19 @@ class Experts(StackedParameters):
         # Asked of the class, a wrapper of PEFT, as FSDP1's wrappers pass on attributes.
         return [path for path in self._weights if path and hasattr(type(attrgetter(path)(self)), "active_adapter")]
 
+    @torch.no_grad()
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
-        self._require_merged(self.adapted())
-        with torch.no_grad():
-            return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
+        self._require_merged()
+        return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
 
-    def _require_merged(self, adapted: list[str]) -> None:
+    def _require_merged(self) -> None:
+        adapted = self.adapted()
         if adapted:
             raise ValueError(
-                f"{adapted[0]} of the experts in {self._place()} has adapters or computed weights, which would be left "
-                "out: merge first, model = model.merge_and_unload(), or take off what computes them "
-                "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)."
+                f"{adapted[0]} of the experts in {self.path or 'an expert layer'} has adapters, which would be left "
+                "out: merge first, model = model.merge_and_unload()."
             )
-
-    def _place(self) -> str:
-        """The name of the layer in its model, for messages."""
-        return self.path or "an expert layer"
 
     @property
     def is_grouped(self) -> bool:

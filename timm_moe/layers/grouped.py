@@ -51,7 +51,7 @@ def _call(function: Any, *args: Any) -> Any:
     return (function.apply if torch.is_grad_enabled() or any(is_dual) else function.forward)(*args)
 
 
-# Each of the two is the other's derivative.
+# Each of the two is the other's derivative. torch.func needs them: it knows no formulas of operators.
 
 
 class _Linear(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import copy
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -121,15 +122,15 @@ class MoeMlp(Experts):
             return False
         if router.needs_whole_images and padding.any():
             raise ValueError(
-                f"The batch has padding, which the router of {self._place()} cannot leave out, as it counts images: "
-                "take no group_images and no ensemble."
+                f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
+                "counts images: take no group_images and no ensemble."
             )
         return not router.needs_whole_images
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
             raise ValueError(  # since the router's losses would be hidden from auxiliary_loss
-                f"The router of {self._place()} is wrapped by a {type(self.router).__name__}, which "
+                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
                 "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
         self._count_forward()
@@ -197,42 +198,31 @@ class SharedExpertMlp(MoeMlp):
         super().__init__(ffn, *args, **kwargs)
         self.shared = copy.deepcopy(ffn)
         self.shared_init = shared_init
-        self._init_shared()
+        self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
         for path, module in dropouts(self._ffn):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
-    def _init_shared(self) -> None:
-        for name, parameter in self.shared.named_parameters():
-            if self._starts_at_zero(name):
-                nn.init.zeros_(parameter)
-
-    def _starts_at_zero(self, name: str) -> bool:
+    def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of the shared expert for those of a dense network, by ``shared_init``."""
         *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
-        return self.shared_init == "zero_out" and name.startswith(f"{last}.")
+        at_zero = [name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")]
+        return {**dense, **{name: torch.zeros_like(dense[name]) for name in at_zero}}
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
-        for name in self.stacked_shapes:
-            dense = state_dict.get(prefix + name)
-            if dense is not None:
-                shared = torch.zeros_like(dense) if self._starts_at_zero(name) else dense
-                state_dict.setdefault(f"{prefix}shared.{name}", shared)
+        dense = {name: state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict}
+        for name, value in self._initial_shared(dense).items():
+            state_dict.setdefault(f"{prefix}shared.{name}", value)
 
-    @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set routed experts and, by ``shared_init``, the shared one from a dense network; reset the router."""
         super().reset_from_dense(ffn)
-        for name, parameter in self.shared.named_parameters():
-            parameter.copy_(ffn.get_parameter(name))
-        self._init_shared()
+        self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of the routed experts, and the shared expert as the last."""
-        shared = dict(self.shared.named_parameters())
-        adapted = [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in shared]
-        self._require_merged(adapted)
         routed = super().stacked_weights()
-        return {name: torch.cat([stacked, shared[name].detach()[None]]) for name, stacked in routed.items()}
+        return {name: torch.cat([w, self.shared.get_parameter(name).detach()[None]]) for name, w in routed.items()}
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Add the shared expert's output to the routed experts'; a given routing is for the latter."""

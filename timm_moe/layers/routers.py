@@ -205,8 +205,9 @@ class TopKRouter(RecordingRouter):
             return 1
         if batch % size:
             allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
-            message = f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
-            raise ValueError(message)
+            raise ValueError(
+                f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
+            )
         return max(1, batch // size)
 
     def _logits(self, x_GBND: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sizes and costs that the papers print, and measurements of the models: docs/model_tables.py makes a page of them."""
+"""The sizes and costs that the papers print, beside measurements of the models."""
 
 import math
 from collections.abc import Callable, Iterator
