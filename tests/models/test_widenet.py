@@ -289,9 +289,7 @@ def test_a_checkpoint_with_own_weights_is_refused():
         (dict(routing_groups=0), "routing_groups must be an integer that divides the 4 blocks, got 0"),
         (dict(official_compat="yes"), "official_compat must be True or False, got 'yes'"),
         (dict(shared_norm="false"), "shared_norm must be True or False, got 'false'"),
-        (dict(zero_class_token=True), "zero_class_token needs a class token"),
         (dict(moe_layers="last-2"), "one expert layer for all blocks, so it has no moe_layers"),
-        (dict(num_experts=0, top_k=1), "top_k is an option of experts, which widenet_b has not"),
     ],
 )
 def test_bad_options(options, message):

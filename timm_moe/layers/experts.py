@@ -119,7 +119,7 @@ class Experts(StackedParameters):
         for _, dropout in dropouts(self._ffn):
             dropout.p = float(rate)
 
-    def _stack(self, module: nn.Module, into: StackedParameters, path: str = "") -> None:
+    def _stack(self, module: nn.Module, into: nn.Module, path: str = "") -> None:
         """Stack the parameters of a module of the network and of those inside it; share modules without weights."""
         for name, parameter in module.named_parameters(recurse=False):
             stacked = _initial(parameter.detach(), self.num_experts, self.expert_init)

@@ -203,7 +203,7 @@ class SharedExpertMlp(MoeMlp):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
     def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of the shared expert for those of a dense network, by ``shared_init``."""
+        """The first weights of the shared expert, made from a dense network's by ``shared_init``."""
         *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
         at_zero = [name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")]
         return {**dense, **{name: torch.zeros_like(dense[name]) for name in at_zero}}

@@ -42,7 +42,7 @@ class Variant(NamedTuple):
         if self.own_size:
             return {name: VMOE_S_CFG}
         size = self.args.get("img_size")
-        changes = {"input_size": (3, size, size)} if size else {}
+        changes: dict[str, Any] = {"input_size": (3, size, size)} if size else {}
         # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
         return {
             f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False, **changes)

@@ -36,15 +36,6 @@ class PreLogitsVisionTransformer(VisionTransformer):
             nn.init.zeros_(linear.bias)
             self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        found = f"{prefix}representation.fc.weight" in state_dict
-        if found != isinstance(self.representation, nn.Sequential):
-            raise ValueError(
-                f"The checkpoint has {'a' if found else 'no'} linear layer before its classifier: create the model "
-                f"with pre_logits={found}."
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         # timm's own, written out: exported models may be scripted, and TorchScript cannot compile super().
         x = self.representation(self.head_drop(self.fc_norm(self.pool(x))))

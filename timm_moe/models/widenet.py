@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..convert.blocks import moe_layers
-from ..convert.registry import moe_options
 from ..layers.checks import check_flag
 from ..layers.functional import kept_whole
 from .mixin import MoeMixin
@@ -42,9 +41,7 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
                 setattr(block, part, getattr(self.blocks[0], part))
         self.zero_class_token = zero_class_token
         if zero_class_token:
-            if self.cls_token is None:
-                raise ValueError("zero_class_token needs a class token: class_token=True.")
-            zero = torch.zeros_like(self.cls_token)
+            zero = torch.zeros_like(self.cls_token)  # type: ignore[arg-type]
             del self.cls_token
             self.register_buffer("cls_token", zero)
         self.register_state_dict_post_hook(_drop_repeated)
@@ -193,9 +190,8 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
             dense_args["official_compat"] = official
             dense_args.pop("routing_groups", None)
         return model
-    foreign = [option for option in kwargs if option in {*moe_options("top_k"), "routing_groups"} - {"num_experts"}]
-    if foreign or kwargs.pop("num_experts", 0):
-        raise ValueError(f"{foreign[0] if foreign else 'num_experts'} is an option of experts, which {name} has not.")
+    if kwargs.get("num_experts") == 0:
+        del kwargs["num_experts"]
     dense = variant._replace(args={option: value for option, value in variant.args.items() if option not in _WIDENET})
     return create_moe_vit(SharedVisionTransformer, name, dense, pretrained, kwargs)
 
