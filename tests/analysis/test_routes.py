@@ -218,7 +218,7 @@ def test_without_matplotlib_all_but_the_plot_is_written(splits, tmp_path, monkey
     ("name", "message"),
     [
         ("vit_tiny_patch16_224", "This VisionTransformer has no expert layers, so nothing is routed."),
-        ("vit_tiny_ewa_moe", "All expert layers of this model are random partitions"),
+        ("vit_tiny_ewa_moe", "No token of this model chooses its experts"),
     ],
 )
 def test_models_without_routers(splits, tmp_path, monkeypatch, capsys, name, message):

@@ -22,7 +22,9 @@ def capacities(model):
     """Collect the capacity of each routing."""
     found, layers = [], timm_moe.moe_layers(model).values()
     handles = [
-        router.register_forward_hook(lambda router, args, routing: found.append(routing.capacity))
+        router.register_forward_hook(
+            lambda router, args, routing: found.append(getattr(routing, "capacity", 0))
+        )  # no Routing in Soft MoE
         for router in {layer.router for layer in layers}
     ]
     yield found

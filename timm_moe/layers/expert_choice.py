@@ -39,6 +39,7 @@ class ExpertChoiceRouter(Router):
         ValueError: on an option outside its range.
     """
 
+    depends_on_input = False  # a row has no first choice, and each image gives each expert equally many rows
     needs_whole_images = True
 
     def __init__(

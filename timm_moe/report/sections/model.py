@@ -11,7 +11,7 @@ from ...convert.blocks import moe_layers
 from ...convert.find import ffn_paths
 from ...export.history import History
 from ...info import ModelInfo
-from ...layers import EnsembleRouter, MoeMlp, RandomPartition, SharedExpertMlp
+from ...layers import EnsembleRouter, ExpertChoiceRouter, MoeMlp, RandomPartition, SharedExpertMlp, SoftMoeMlp
 from ..page import Part, Section
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
@@ -72,6 +72,10 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
         )
     elif all(layer.fused for layer in layers.values()):
         text += " Nothing is routed: learned weights fuse the experts of a layer into one network."
+    elif all(isinstance(layer, SoftMoeMlp) for layer in layers.values()):
+        text += " Nothing is routed: each expert computes weighted means of all tokens of an image."
+    elif all(isinstance(layer.routed_by, ExpertChoiceRouter) for layer in layers.values()):
+        text += " Each expert chooses equally many tokens, so a token goes to none, one or several."
     elif info.routing_unit == "image":
         text += f" A router chooses {number} for each image; all of its tokens go there."
     else:
