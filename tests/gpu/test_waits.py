@@ -22,9 +22,8 @@ def capacities(model):
     """Collect the capacity of each routing."""
     found, layers = [], timm_moe.moe_layers(model).values()
     handles = [
-        router.register_forward_hook(
-            lambda router, args, routing: found.append(getattr(routing, "capacity", 0))
-        )  # no Routing in Soft MoE
+        # Soft MoE's router returns no Routing.
+        router.register_forward_hook(lambda router, args, routing: found.append(getattr(routing, "capacity", 0)))
         for router in {layer.router for layer in layers}
     ]
     yield found

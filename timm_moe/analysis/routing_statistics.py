@@ -244,8 +244,8 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
     if not routed:
         raise ValueError(
-            "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE, fused experts), so "
-            "there are no routes to show: give a model whose tokens choose, such as vmoe_b16."
+            "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE, fused experts), "
+            "so there are no routes to show: give a model whose tokens choose, such as vmoe_b16."
         )
     return routed
 
