@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+#: A process that was started in the background of a shell ignores SIGINT.
+HEARS = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
 #: Leaves its process id in a folder, and waits for longer than any test.
 WAITS = """
 import os, pathlib, time
@@ -64,7 +66,7 @@ def test_processes_end_with_an_interrupted_test(kind, started, tmp_path):
     waits = WAITS.format(folder=str(started))
     file = tmp_path / "waits.py"
     file.write_text(waits)
-    code = "import sys\nfrom processes import run_code, run_new\n" + start.format(waits=waits, file=str(file))
+    code = f"{HEARS}\nfrom processes import run_code, run_new\n{start.format(waits=waits, file=str(file))}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     test = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
     try:
