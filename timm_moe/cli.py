@@ -287,7 +287,7 @@ def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse
         show(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "demo": _demo,
     "export": _export,
     "push": _push,

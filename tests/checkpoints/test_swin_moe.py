@@ -298,7 +298,7 @@ def of_size(name, num_experts):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_published_sizes_are_recognised(name):
-    num_experts = VARIANTS[name][1]["num_experts"]
+    num_experts = VARIANTS[name].args["num_experts"]
     blocks = dict(moe_layers="5,7,9,11,13,15,17,19,21,23", num_classes=21841)
     assert model_of(of_size(name, num_experts)) == (name, blocks)
     other, kwargs = model_of(of_size(name, 64))

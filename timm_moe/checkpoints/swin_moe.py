@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from ..models.swin_moe import SIZE, VARIANTS
+from ..models.swin_moe import VARIANTS
 from .source import read_checkpoint
 from .vmoe import ImportedModel, require_finite, require_output, write_imported
 
@@ -91,17 +91,15 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     heads = tuple(len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths)))
     embed_dim, in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in range(3))
     size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
-    known = next((name for name, published in _SIZES.items() if size == published), None)
-    window_size = _window(rest, 0)
-    kwargs: dict[str, Any] = dict(img_size=_grid(rest) * patch_size, window_size=window_size)
+    known = next((name for name, of_size in _SIZES.items() if size == of_size), None)
+    kwargs: dict[str, Any] = dict(img_size=_grid(rest) * patch_size, window_size=_window(rest, 0))
     gates = {blocks.index((int(match[1]), int(match[2]))): num_experts for match, num_experts in _gates(rest)}
     if gates:
         is_cosine = any(name.endswith("sim_matrix") for name in rest)
-        stated = dict(num_experts=max(gates.values()), score="cosine" if is_cosine else "softmax")
-        variants = [name for name in VARIANTS if f"_{known or 'small'}_" in name]
-        name = next((name for name in variants if stated == {"score": "softmax", **VARIANTS[name][1]}), variants[0])
-        default = {**SIZE, "score": "softmax", **VARIANTS[name][1]}
-        kwargs = {option: value for option, value in {**kwargs, **stated}.items() if value != default[option]}
+        routing = dict(num_experts=max(gates.values()), score="cosine" if is_cosine else "softmax")
+        variants = {name: variant.args for name, variant in VARIANTS.items() if f"_{known or 'small'}_" in name}
+        name = next((name for name, args in variants.items() if routing.items() <= args.items()), next(iter(variants)))
+        kwargs = {option: x for option, x in {**kwargs, **routing}.items() if x != variants[name][option]}
         kwargs["moe_layers"] = ",".join(map(str, sorted(gates)))
     else:
         name = f"swin_{known or 'small'}_patch4_window7_224"
