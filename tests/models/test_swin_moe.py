@@ -76,7 +76,7 @@ def test_saved_with_its_experts_and_as_a_swin_of_timm(name, tmp_path):
     export_moe(model, tmp_path / "moe", model_args=options)
     again = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
     torch.testing.assert_close(again(images), model(images))
-    timm_moe.export_dense(model, tmp_path / "dense", method="average")
+    timm_moe.export_dense(tmp_path / "moe", tmp_path / "dense", method="average")
     dense = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True)
     assert type(dense) is timm.models.SwinTransformer
     assert dense.pretrained_cfg["architecture"] == DENSE

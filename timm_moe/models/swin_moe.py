@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from timm.models import generate_default_cfgs, model_entrypoint
+from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 from ..integrations.timm import build_instead
@@ -11,7 +12,9 @@ from .ewa import expert_class
 from .mixin import note_dense_form
 from .registration import Variant, register_variants
 
-__all__: list[str] = []  # timm adds the entrypoints
+__all__ = ["MoeSwinTransformer"]  # timm adds the entrypoints
+
+MoeSwinTransformer = expert_class(SwinTransformer)
 
 #: Arguments that make timm's Swin the size of Swin-MoE; its exported form needs them too.
 _SIZE: dict[str, Any] = dict(img_size=192, window_size=12)
@@ -48,7 +51,8 @@ default_cfgs = generate_default_cfgs(
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     args = {**variant.args, **kwargs}
-    model, _ = build_instead(model_entrypoint(variant.stock), expert_class, name, pretrained=pretrained, **args)
+    entrypoint = model_entrypoint(variant.stock)
+    model, _ = build_instead(entrypoint, lambda stock_class: MoeSwinTransformer, name, pretrained=pretrained, **args)
     # The published networks have no bias in their last layers: here it is zero, and is not trained.
     for path, parameter in model.named_parameters():
         if path.endswith("mlp.fc2.bias"):
