@@ -92,7 +92,9 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     embed_dim, in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in range(3))
     size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
     known = next((name for name, of_size in _SIZES.items() if size == of_size), None)
-    kwargs: dict[str, Any] = dict(img_size=_grid(rest) * patch_size, window_size=_window(rest, 0))
+    window_size = (rest["layers.0.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
+    windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))  # of shifted windows; a single one has no mask
+    kwargs: dict[str, Any] = dict(img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size)
     gates = {blocks.index((int(match[1]), int(match[2]))): num_experts for match, num_experts in _gates(rest)}
     if gates:
         is_cosine = any(name.endswith("sim_matrix") for name in rest)
@@ -153,19 +155,6 @@ def _gates(rest: Tensors) -> list[tuple[re.Match[str], int]]:
         if match and _GATE.match(name, match.end()) and name.endswith(("wg.weight", "sim_matrix")):
             gates.append((match, tensor.shape[1 if name.endswith("sim_matrix") else 0]))
     return gates
-
-
-def _window(rest: Tensors, layer: int) -> int:
-    return (rest[f"layers.{layer}.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
-
-
-def _grid(rest: Tensors) -> int:
-    """Return the number of patches in a row of an image, from a mask of shifted windows (windows, N, N)."""
-    for name, tensor in rest.items():
-        match = _BLOCK.match(name)
-        if match and name.endswith(".attn_mask"):
-            return math.isqrt(len(tensor)) * _window(rest, int(match[1])) * 2 ** int(match[1])
-    return _window(rest, 0)  # no stage has more than one window
 
 
 def _mlp_ratio(rest: Tensors) -> float:
