@@ -180,10 +180,11 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 
 def _import_vmoe(parser: argparse.ArgumentParser) -> None:
-    prefix = "what the names of the checkpoint's .index and .data files have in common"
-    parser.add_argument("prefix", metavar="PREFIX", help=prefix)
-    parser.add_argument("output", metavar="FILE", help="safetensors file to write")
-    _add_overwrite(parser, "replace the file if it exists")
+    _add_import(parser, "what the names of the checkpoint's .index and .data files have in common")
+
+
+def _import_swin_moe(parser: argparse.ArgumentParser) -> None:
+    _add_import(parser, "what comes before .pth in the names of the checkpoint's files")
 
 
 _COMMANDS = {
@@ -198,6 +199,7 @@ _COMMANDS = {
     "routes": ("which classes a routed model sends to which experts", _routes),
     "report": ("a page to look at: routes, experts, training run, calibration", _report),
     "import-vmoe": ("convert an official V-MoE checkpoint (JAX) for timm", _import_vmoe),
+    "import-swin-moe": ("convert a published Swin-MoE checkpoint for timm", _import_swin_moe),
 }
 
 
@@ -209,6 +211,12 @@ def _add_sources(parser: argparse.ArgumentParser, several: str = "") -> None:
         parser.add_argument("sources", nargs="+", metavar="CHECKPOINT", help=f"{_SOURCE}; {several}")
     else:
         parser.add_argument("source", metavar="CHECKPOINT", help=_SOURCE)
+
+
+def _add_import(parser: argparse.ArgumentParser, prefix: str) -> None:
+    parser.add_argument("prefix", metavar="PREFIX", help=prefix)
+    parser.add_argument("output", metavar="FILE", help="safetensors file to write")
+    _add_overwrite(parser, "replace the file if it exists")
 
 
 def _add_overwrite(parser: argparse.ArgumentParser, text: str) -> None:

@@ -4,8 +4,10 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,9 +25,9 @@ from .analysis.routes import table as routes_table
 from .analysis.routes import write_routes
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages
+from .checkpoints import swin_moe, vmoe
 from .checkpoints.source import ModelSpec, describe, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
-from .checkpoints.vmoe import import_checkpoint
 from .console import PrintableFormatter, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
@@ -275,16 +277,17 @@ def _info(args: argparse.Namespace) -> None:
         show(f"  {label:<22} {text}")
 
 
-def _import_vmoe(args: argparse.Namespace) -> None:
+def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse.Namespace) -> None:
     imported = import_checkpoint(args.prefix, args.output, args.overwrite)
     kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
     show(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is loaded by")
     show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
-    top_k = model_info(imported.name, **imported.kwargs).top_k
-    show(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")
+    if is_registered_here(imported.name):  # an imported model without experts is timm's own
+        top_k = model_info(imported.name, **imported.kwargs).top_k
+        show(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "demo": _demo,
     "export": _export,
     "push": _push,
@@ -295,5 +298,6 @@ COMMANDS = {
     "benefits": _benefits,
     "routes": _routes,
     "report": _report,
-    "import-vmoe": _import_vmoe,
+    "import-vmoe": partial(_import, vmoe.import_checkpoint),
+    "import-swin-moe": partial(_import, swin_moe.import_checkpoint),
 }

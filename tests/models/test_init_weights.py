@@ -28,6 +28,10 @@ MODELS = {
     "swin_tiny_patch4_window7_224_ewa_moe": dict(
         img_size=56, patch_size=4, embed_dim=32, depths=(2, 2), num_heads=(2, 2), window_size=7
     ),
+    "swin_moe_small_patch4_window12_192_32e_cosine": dict(
+        **dict(img_size=56, embed_dim=32, depths=(2, 2), num_heads=(2, 2), window_size=7),
+        **dict(num_experts=3, moe_layers="every-2"),
+    ),
 }
 
 

@@ -403,6 +403,7 @@ OTHERS = (
         "vmoe_b16",
         "vimoe_s14_shared",
         "soft_moe_s16",
+        "swin_moe_small_patch4_window12_192_8e",
     ),
     *("swin_tiny_patch2_window4_32_ewa_moe", "vimoe_b14", "vimoe_b14_shared", "ones_b", "vmoe_pbe_s32", "vmoe_pbe_b32"),
     *("deit_tiny_patch16_224_ewa_moe", "twins_pcpvt_small_ewa_moe"),

@@ -25,6 +25,7 @@ from documents import LANGUAGES, PAGES, ROOT, blocks_of
 from hub_server import hub_server
 from PIL import Image
 from processes import run_code
+from swin_moe_files import whole_model, write
 
 import timm_moe
 import timm_moe_cli
@@ -48,6 +49,7 @@ RUN = {
     "timm-moe export": "--overwrite",
     "timm-moe fewshot": f"{ON_IMAGES} --shots 1 2 --draws 1",
     "timm-moe import-vmoe": "--overwrite",
+    "timm-moe import-swin-moe": "--overwrite",
     "timm-moe info": "",
     "timm-moe push": "",
     "timm-moe report": ON_IMAGES,
@@ -324,6 +326,8 @@ def write_named(folder, splits, text):
     if "import-vmoe" in text:
         for file in (ROOT / "tests/data/vmoe").glob("vmoe_tiny.*"):
             shutil.copy(file, folder / f"vmoe_s32_last2_ilsvrc2012_randaug_light1{file.suffix}")
+    if "import-swin-moe" in text:
+        write(folder, *whole_model(8), 4, name="swin_moe_small_patch4_window12_192_8expert_32gpu_22k")
     Image.new("RGB", (32, 32)).save(folder / "image.jpg")
 
 

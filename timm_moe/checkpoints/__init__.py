@@ -1,5 +1,5 @@
-"""Reading: a file or folder becomes a model (source.py), official V-MoE checkpoints too (vmoe.py)."""
+"""Reading: a file or folder becomes a model (source.py), official V-MoE and Swin-MoE checkpoints too."""
 
-from . import vmoe
+from . import swin_moe, vmoe
 
-__all__ = ["vmoe"]
+__all__ = ["swin_moe", "vmoe"]

@@ -166,16 +166,33 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
         OSError: if a file is missing, exists already, or cannot be written.
         ValueError: if the checkpoint is damaged, is no V-MoE or is not finite; then nothing is written.
     """
+    output = require_output(output, overwrite)
+    params = read_arrays(prefix)
+    require_finite(params)
+    state_dict = state_dict_from_flax(params)
+    return write_imported(output, overwrite, *model_from_flax(params), state_dict)
+
+
+def require_output(output: str | Path, overwrite: bool) -> Path:
+    """Return the place of a file to write; raise OSError or ValueError unless it can be a safetensors file."""
     output = Path(output)
     if output.suffix != ".safetensors":
         raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
     check_writable(output, overwrite)
-    params = read_arrays(prefix)
-    for path, array in params.items():
+    return output
+
+
+def require_finite(arrays: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an array holds NaN or Inf."""
+    for path, array in arrays.items():
         if not array.isfinite().all():
             raise ValueError(f"The checkpoint's array {path} holds NaN or Inf.")
-    state_dict = state_dict_from_flax(params)
-    name, kwargs = model_from_flax(params)
+
+
+def write_imported(
+    output: Path, overwrite: bool, name: str, kwargs: dict[str, Any], state_dict: dict[str, Tensor]
+) -> ImportedModel:
+    """Write weights with the model that they are of."""
     with written_whole(output) as partial:
         check_writable(output, overwrite)  # another process may have written it meanwhile
         save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})

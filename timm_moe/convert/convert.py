@@ -84,6 +84,7 @@ def convert_to_moe(
             joined by ``+``.
         aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In your own
             loop, add :func:`timm_moe.auxiliary_loss`.
+        score: ``"softmax"`` of products with the rows, or ``"cosine"``: the softmax of scaled cosines (Swin-MoE).
         routing_unit: ``"token"``, or ``"image"``: all tokens of an image follow its class token, the first (ViMoE).
         ensemble_size: M, members among which the experts are divided; 1 for no ensemble (pBE).
         ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its

@@ -10,6 +10,7 @@ from timm import models
 from torch import nn
 
 from ..layers import (
+    CosineRouter,
     EnsembleRouter,
     EwaMlp,
     ExpertChoiceRouter,
@@ -164,6 +165,7 @@ def _none(value: Any) -> Any:
 # --- the routers of this package
 
 
+SCORES = ("softmax", "cosine")
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 #: Routers of pBE and its ablations; only the last layer has multi-head routing.
 ENSEMBLES = {
@@ -176,6 +178,7 @@ ENSEMBLES = {
 
 def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> nn.Module:
     unit, ensemble, size = (options.pop(name) for name in ("routing_unit", "ensemble", "ensemble_size"))
+    score = options.pop("score")
     aux_loss, weight = options.pop("aux_loss"), options.pop("aux_loss_weight")
     check_number("aux_loss_weight", weight, 0)
     losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
@@ -183,6 +186,8 @@ def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: 
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
     options["loss_weights"] = dict.fromkeys(losses, weight / len(losses))
     options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
+    if score == "cosine":
+        return CosineRouter(dim, num_experts, **options)
     if size == 1 or (ensemble == "multi_head" and not is_last):
         return ROUTING_UNITS[unit](dim, num_experts, **options)
     if ensemble != "multi_head":
@@ -196,7 +201,10 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
     kind = type(model).__name__
     check_choice("routing_unit", unit, ROUTING_UNITS)
     check_choice("ensemble", ensemble, ENSEMBLES)
+    check_choice("score", options["score"], SCORES)
     check_integer("ensemble_size", size, 1)
+    if options["score"] == "cosine" and (unit != "token" or size != 1):
+        raise ValueError("score='cosine' routes tokens without an ensemble: leave routing_unit and ensemble_size out.")
     if unit == "image" and getattr(model, "cls_token", None) is None:
         raise ValueError(
             f"routing_unit='image' lets the class token of an image choose, but this {kind} has no class token."
@@ -245,7 +253,10 @@ def _options_of(router: type[nn.Module]) -> dict[str, Any]:
     return {name: found.default for name, found in parameters if name not in ("dim", "num_experts", "loss_weights")}
 
 
-_CHOICES = dict(aux_loss="balance", aux_loss_weight=0.01, routing_unit="token", ensemble_size=1, ensemble="pbe")
+_CHOICES = {
+    **dict(aux_loss="balance", aux_loss_weight=0.01, routing_unit="token", ensemble_size=1, ensemble="pbe"),
+    "score": "softmax",
+}
 register_router(
     RouterSpec(
         "top_k",

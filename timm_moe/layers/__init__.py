@@ -1,5 +1,6 @@
 """Expert layers in plain PyTorch, without timm, training loops or files."""
 
+from .cosine_router import CosineRouter
 from .dispatch import Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
 from .expert_choice import ExpertChoiceRouter
@@ -19,6 +20,7 @@ from .routers import (
 from .soft_moe import SoftMoeMlp, SoftRouter
 
 __all__ = [
+    "CosineRouter",
     "EnsembleRouter",
     "EwaMlp",
     "ExpertChoiceRouter",

@@ -31,6 +31,7 @@ PUBLICATIONS = {
     "WideNet": Publication("2107.11817", "Xue, Fuzhao", "Go Wider Instead of Deeper"),
     "OneS": Publication("2201.10890", "Xue, Fuzhao", "One Student Knows All Experts Know: From Sparse to Dense"),
     "Soft MoE": Publication("2308.00951", "Puigcerver, Joan", "From Sparse to Soft Mixtures of Experts"),
+    "Swin-MoE": Publication("2206.03382", "Hwang, Changho", "Tutel: Adaptive Mixture-of-Experts at Scale"),
     "pBE": Publication("2110.03360", "Allingham, James Urquhart", "Sparse MoEs meet Efficient Ensembles"),
 }
 
@@ -42,6 +43,7 @@ _FAMILIES = {
     "widenet": ["WideNet"],
     "ones": ["OneS", "WideNet"],
     "soft_moe": ["Soft MoE"],
+    "swin_moe": ["Swin-MoE"],
 }
 
 

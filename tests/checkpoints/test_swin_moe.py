@@ -1,0 +1,326 @@
+"""Swin-MoE checkpoints: synthetic files of several processes in the published layout, made small, and the outputs of a
+slow reference that computes with those files' own arrays.
+"""
+
+import math
+import re
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from swin_moe_files import (
+    CLASSES,
+    DEPTHS,
+    DOUBLE,
+    GRIDS,
+    HEADS,
+    IMAGE,
+    PATCH,
+    WIDTH,
+    coordinates,
+    files_of,
+    whole_model,
+    windows_of,
+    write,
+)
+from timm.models.swin_transformer import SwinTransformerBlock
+from torch.nn.functional import gelu, layer_norm
+
+import timm_moe
+from timm_moe.checkpoints.swin_moe import import_checkpoint, model_of
+from timm_moe.layers import CosineRouter, MoeMlp
+from timm_moe.models.swin_moe import VARIANTS
+from timm_moe_cli import main
+
+# --- the reference: one window, one token, one expert at a time
+
+
+def attend(rest, block, heads, x, region):
+    """Attention inside one window: x (n, n, D), to places of the same region."""
+    n, dim = x.shape[0], x.shape[2]
+    tokens = x.reshape(n * n, dim)
+    qkv = tokens @ rest[f"{block}.attn.qkv.weight"].T + rest[f"{block}.attn.qkv.bias"]
+    q, k, v = (part.reshape(n * n, heads, -1) for part in qkv.split(dim, 1))
+    hidden = coordinates(n) @ rest[f"{block}.attn.cpb_mlp.0.weight"].T + rest[f"{block}.attn.cpb_mlp.0.bias"]
+    biases = hidden.relu() @ rest[f"{block}.attn.cpb_mlp.2.weight"].T
+    out = torch.zeros_like(v)
+    for head in range(heads):
+        for i in range(n * n):
+            scores = k[:, head] @ q[i, head] / (dim // heads) ** 0.5
+            of_i = [biases[i // n - j // n + n - 1, i % n - j % n + n - 1, head] for j in range(n * n)]
+            is_far = region.flatten() != region.flatten()[i]
+            out[i, head] = (scores + torch.stack(of_i)).masked_fill(is_far, -torch.inf).softmax(0) @ v[:, head]
+    out = out.reshape(n * n, dim) @ rest[f"{block}.attn.proj.weight"].T + rest[f"{block}.attn.proj.bias"]
+    return out.reshape(n, n, dim)
+
+
+def feed_forward(rest, experts, block, token):
+    if block not in experts:
+        hidden = gelu(rest[f"{block}.mlp.fc1.weight"] @ token + rest[f"{block}.mlp.fc1.bias"])
+        return rest[f"{block}.mlp.fc2.weight"] @ hidden + rest.get(f"{block}.mlp.fc2.bias", 0)
+    gate = f"{block}.mlp._moe_layer.gates.0."
+    if f"{gate}wg.weight" in rest:
+        logits = rest[f"{gate}wg.weight"] @ token
+    else:
+        projected = rest[f"{gate}cosine_projector.weight"] @ token + rest[f"{gate}cosine_projector.bias"]
+        columns = rest[f"{gate}sim_matrix"]
+        logits = projected @ columns / projected.norm() / columns.norm(dim=0) * rest[f"{gate}temperature"].exp()
+    gates, whole = logits.softmax(0), experts[block]
+    e = int(gates.argmax())
+    return gates[e] * (gelu(whole["fc1_w"][e] @ token + whole["fc1_bias"][e]) @ whole["fc2_w"][e])
+
+
+def normalised(rest, name, x):
+    return layer_norm(x, x.shape[-1:], rest[f"{name}.weight"], rest[f"{name}.bias"])
+
+
+def reference(rest, experts, image):
+    """Logits of one image (3, IMAGE, IMAGE)."""
+    x = torch.zeros(GRIDS[0], GRIDS[0], WIDTH, dtype=DOUBLE)
+    for i in range(GRIDS[0]):
+        for j in range(GRIDS[0]):
+            patch = image[:, i * PATCH : (i + 1) * PATCH, j * PATCH : (j + 1) * PATCH]
+            x[i, j] = (rest["patch_embed.proj.weight"] * patch).sum((1, 2, 3)) + rest["patch_embed.proj.bias"]
+    x = normalised(rest, "patch_embed.norm", x)
+    for layer, depth in enumerate(DEPTHS):
+        for number in range(depth):
+            block = f"layers.{layer}.blocks.{number}"
+            inside, attended = normalised(rest, f"{block}.norm1", x), torch.zeros_like(x)
+            for rows, columns, region in windows_of(layer, number % 2):
+                place = rows[:, None], columns
+                attended[place] = attend(rest, block, HEADS[layer], inside[place], region)
+            x = x + attended
+            tokens = normalised(rest, f"{block}.norm2", x).flatten(0, 1)
+            x = x + torch.stack([feed_forward(rest, experts, block, token) for token in tokens]).view_as(x)
+        if layer < 3:
+            merged = torch.cat([x[i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+            reduction = rest[f"layers.{layer}.downsample.reduction.weight"]
+            x = normalised(rest, f"layers.{layer}.downsample.norm", merged) @ reduction.T
+    return rest["head.weight"] @ normalised(rest, "norm", x).mean((0, 1)) + rest["head.bias"]
+
+
+def assert_equal_to_reference(imported, file, rest, experts):
+    model = timm.create_model(imported.name, **imported.kwargs).double()
+    model.load_state_dict(load_file(file))
+    images = torch.randn(2, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    expected = torch.stack([reference(rest, experts, image) for image in images])
+    torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=1e-9)
+    return model
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(("num_experts", "ranks"), [(2, 8), (4, 4), (8, 4), (4, 1)])
+def test_imported_files_give_the_references_outputs(num_experts, ranks, cosine, tmp_path):
+    """Hidden units cut over four processes, one expert in each, two in each, all in one."""
+    rest, experts = whole_model(num_experts, cosine)
+    prefix, file = write(tmp_path, rest, experts, ranks), tmp_path / "out.safetensors"
+    imported = import_checkpoint(prefix, file)
+    model = assert_equal_to_reference(imported, file, rest, experts)
+    layers = timm_moe.moe_layers(model)
+    found = {path: layer.num_experts for path, layer in layers.items()}
+    assert found == {"layers.2.blocks.1.mlp": num_experts, "layers.3.blocks.0.mlp": num_experts}
+    assert imported.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_one_file_of_all_experts(tmp_path):
+    rest, experts = whole_model(4)
+    master, parts = files_of(rest, experts, 1)
+    torch.save({"model": master | parts[0]}, tmp_path / "swin.pth.global")
+    imported = import_checkpoint(tmp_path / "swin", tmp_path / "out.safetensors")
+    assert_equal_to_reference(imported, tmp_path / "out.safetensors", rest, experts)
+
+
+@pytest.mark.parametrize("fc2_bias", [False, True])
+@pytest.mark.parametrize("suffix", [".pth.global", ".pth"])
+def test_a_dense_file_becomes_a_swin_of_timm(suffix, fc2_bias, tmp_path):
+    rest, _ = whole_model(fc2_bias=fc2_bias)
+    torch.save({"model": rest}, tmp_path / f"dense{suffix}")
+    imported = import_checkpoint(tmp_path / f"dense{suffix}", tmp_path / "out.safetensors")
+    assert imported.name == "swin_small_patch4_window7_224"
+    model = assert_equal_to_reference(imported, tmp_path / "out.safetensors", rest, {})
+    assert not timm_moe.moe_layers(model)
+
+
+def test_the_command_prints_the_line_that_loads_the_file(tmp_path, capsys):
+    prefix, file = write(tmp_path, *whole_model(4, cosine=True), 4), tmp_path / "out.safetensors"
+    assert main(["import-swin-moe", f"{prefix}.pth.master", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "parameters of a swin_moe_small_patch4_window12_192_8e to" in out
+    assert "top_k is 1 unless you state it" in out
+    model = eval(re.search(r"timm\.create_model\(.*\)", out)[0], {"timm": timm})
+    assert model(torch.randn(1, 3, IMAGE, IMAGE)).shape == (1, CLASSES)
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["model"] == "swin_moe_small_patch4_window12_192_8e"
+    assert main(["import-swin-moe", str(prefix), str(file)]) == 1
+    assert "exists; pass --overwrite" in capsys.readouterr().err
+    assert main(["import-swin-moe", str(prefix), str(file), "--overwrite"]) == 0
+
+
+def test_a_dense_file_has_no_word_about_experts(tmp_path, capsys):
+    torch.save({"model": whole_model()[0]}, tmp_path / "dense.pth.global")
+    assert main(["import-swin-moe", str(tmp_path / "dense"), str(tmp_path / "out.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert "top_k" not in out
+    assert eval(re.search(r"timm\.create_model\(.*\)", out)[0], {"timm": timm}).num_classes == CLASSES
+
+
+def test_imported_weights_can_be_trained_with_other_classes(tmp_path):
+    prefix, file = write(tmp_path, *whole_model(4), 2), tmp_path / "out.safetensors"
+    imported = import_checkpoint(prefix, file)
+    kwargs = {**imported.kwargs, "num_classes": 3}
+    model = timm.create_model(imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs)
+    (model(torch.randn(2, 3, IMAGE, IMAGE)).square().mean() + timm_moe.auxiliary_loss(model)).backward()
+    assert torch.equal(
+        model.layers[2].blocks[1].mlp.fc1.weight, load_file(file)["layers.2.blocks.1.mlp.fc1.weight"].float()
+    )
+
+
+def of_size(name, num_experts):
+    """What the shapes of a registered model's published files would tell of it."""
+    with torch.device("meta"):
+        model = timm.create_model(name, num_experts=num_experts, num_classes=21841)
+        rest = {"patch_embed.proj.weight": model.patch_embed.proj.weight, "head.weight": model.head.fc.weight}
+        for path, block in model.named_modules():
+            if isinstance(block, SwinTransformerBlock):
+                window = block.window_size[0]
+                rest[f"{path}.attn.cpb_mlp.2.weight"] = torch.empty(block.attn.num_heads, 512)
+                rest[f"{path}.attn.relative_coords_table"] = torch.empty(1, 2 * window - 1, 2 * window - 1, 2)
+                if block.attn_mask is not None:
+                    rest[f"{path}.attn_mask"] = block.attn_mask
+                if isinstance(block.mlp, MoeMlp):
+                    gate, dim = f"{path}.mlp._moe_layer.gates.0", block.attn.dim
+                    is_cosine = isinstance(block.mlp.router, CosineRouter)
+                    part, shape = ("sim_matrix", (256, num_experts)) if is_cosine else ("wg.weight", (num_experts, dim))
+                    rest[f"{gate}.{part}"] = torch.empty(*shape)
+                else:
+                    rest[f"{path}.mlp.fc1.weight"] = block.mlp.fc1.weight
+    return rest
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_published_sizes_are_recognised(name):
+    num_experts = VARIANTS[name].args["num_experts"]
+    blocks = dict(moe_layers="5,7,9,11,13,15,17,19,21,23", num_classes=21841)
+    assert model_of(of_size(name, num_experts)) == (name, blocks)
+    other, kwargs = model_of(of_size(name, 64))
+    assert kwargs == {"num_experts": 64, **blocks} | ({"score": "cosine"} if "cosine" in name else {})
+    assert other.startswith(name.partition("_192")[0])
+
+
+# --- what is refused, with nothing written
+
+
+def change(file, edit):
+    content = torch.load(file)
+    edit(content["model"])
+    torch.save(content, file)
+
+
+def remove(name):
+    return lambda model: model.pop(name)
+
+
+GATE = "layers.2.blocks.1.mlp._moe_layer.gates.0.wg.weight"
+EXPERT = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc1_w"
+BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "edit", "message"),
+    [
+        ("master", remove("norm.bias"), "The array norm.bias is missing from the checkpoint"),
+        ("master", remove("patch_embed.proj.weight"), "other names or shapes than a Swin-MoE's"),
+        ("master", remove("layers.0.blocks.0.attn.relative_coords_table"), "other names or shapes"),
+        ("master", remove(GATE), f"The array {re.escape(EXPERT)[:-2]}.* has no place"),
+        ("master", lambda model: model.clear(), "other names or shapes"),
+        ("master", lambda model: model.update(absolute_pos_embed=torch.ones(1)), "absolute_pos_embed has no place"),
+        ("master", lambda model: model.update({BIAS: torch.ones(1, 1, 32)}), "fc2_bias is not zero"),
+        ("master", lambda model: model.update({GATE: torch.ones(8, 32)}), "4 .rank files do not hold 8 experts of 128"),
+        ("master", lambda model: model["norm.bias"].fill_(math.nan), "array norm.bias holds NaN or Inf"),
+        (
+            "master",
+            lambda model: model.update({"layers.9999999999.blocks.0.x": torch.ones(1)}),
+            "other names or shapes",
+        ),
+        ("master", lambda model: model.update({"norm.bias": "text"}), "swin.pth.master has no weights under 'model'"),
+        ("rank2", remove(EXPERT), "rank2 and .*rank0 are of different checkpoints"),
+        ("rank1", lambda model: model.update({EXPERT: torch.ones(1, 128, 31)}), "rank1 and .* different checkpoints"),
+        ("rank1", lambda model: model.update({"more": torch.ones(1)}), "rank1 and .* different checkpoints"),
+        ("rank3", lambda model: model[EXPERT].fill_(math.inf), "fc1.weight holds NaN or Inf"),
+    ],
+)
+def test_other_arrays_than_a_swin_moes(suffix, edit, message, tmp_path):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    change(f"{prefix}.pth.{suffix}", edit)
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("num_experts", [2, 4, 8])
+def test_files_of_processes_that_are_missing(num_experts, tmp_path):
+    prefix = write(tmp_path, *whole_model(num_experts), 4)
+    (tmp_path / "swin.pth.rank3").unlink()
+    with pytest.raises(ValueError, match=rf"The 3 .rank files do not hold {num_experts} experts of 128 hidden units"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    (tmp_path / "swin.pth.rank1").unlink()
+    with pytest.raises(FileNotFoundError, match=r"swin.pth.rank1 is missing: put the files of all processes beside"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    (tmp_path / "swin.pth.rank2").unlink()
+    (tmp_path / "swin.pth.rank0").unlink()
+    with pytest.raises(FileNotFoundError, match=r"swin.pth.rank0 is missing"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    (tmp_path / "swin.pth.master").unlink()
+    with pytest.raises(FileNotFoundError, match=r"There is no .*swin.pth.master: give the path that"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_others_in_the_folder_do_not_matter(tmp_path):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    for name in ("9", "other.pth.rank9", "swin.pth.rank9.bak", "swin.pth.rank"):
+        (tmp_path / name).touch()
+    import_checkpoint(prefix, tmp_path / "out.safetensors")
+    (tmp_path / "swin.pth.rank999999999").touch()
+    with pytest.raises(FileNotFoundError, match=r"swin.pth.rank4 is missing"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors", overwrite=True)
+
+
+def test_a_file_that_was_copied_over_another(tmp_path):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    (tmp_path / "swin.pth.rank2").write_bytes((tmp_path / "swin.pth.rank0").read_bytes())
+    with pytest.raises(ValueError, match=r"Two .rank files hold the same experts in layers.2.blocks.1: one was copied"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+
+
+def test_files_of_another_run_with_other_experts(tmp_path):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    write(tmp_path, *whole_model(8), 4, name="other")
+    (tmp_path / "swin.pth.rank3").write_bytes((tmp_path / "other.pth.rank3").read_bytes())
+    with pytest.raises(ValueError, match=r"rank3 and .*rank0 are of different checkpoints"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_a_file_that_runs_code(tmp_path, capsys):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    torch.save({"model": {}, "config": Code()}, f"{prefix}.pth.rank1")
+    with pytest.raises(ValueError, match=r"rank1 runs code when it is read \(builtins.print\), which is refused"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("length", [0, 100, 5000])
+def test_a_truncated_file(length, tmp_path):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    file = tmp_path / "swin.pth.rank1"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match="rank1 is damaged or not a checkpoint"):
+        import_checkpoint(prefix, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()

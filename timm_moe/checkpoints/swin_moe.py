@@ -1,0 +1,229 @@
+"""Swin-MoE checkpoints (microsoft/Swin-Transformer, Tutel): the files of all processes become one, under timm's names.
+
+Names in shapes: R processes (ranks), e experts or parts of one in a file, E experts, D width, H hidden width, h heads.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from ..models.swin_moe import VARIANTS
+from .source import read_checkpoint
+from .vmoe import ImportedModel, require_finite, require_output, write_imported
+
+Tensors = dict[str, Tensor]
+
+_BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.")
+_GATE = re.compile(r"mlp\._moe_layer\.gates?\.(?:0\.)?")
+_EXPERTS = "mlp._moe_layer.experts.batched_"
+#: Parts of a gate, by their names here.
+_ROUTER = {
+    "wg.weight": "weight",
+    "sim_matrix": "weight",
+    "cosine_projector.weight": "projection",
+    "cosine_projector.bias": "projection_bias",
+    "temperature": "log_scale",
+}
+_PARTS = ("fc1_w", "fc1_bias", "fc2_w")
+#: Buffers that timm computes, and what the position biases and the number of experts are computed from.
+_COMPUTED = re.compile(r"\.(relative_position_index|relative_coords_table|attn_mask|cpb_mlp\.\S+|_num_global_experts)$")
+#: Widths and heads of the published sizes.
+_SIZES: dict[str, dict[str, Any]] = {
+    "small": dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24)),
+    "base": dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32)),
+}
+
+
+def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
+    """Write a Swin-MoE checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
+
+    Args:
+        prefix: common beginning of the names of its files: ``.pth.master`` and one ``.pth.rank…`` for each process, or
+            a single ``.pth.global`` or ``.pth``. One without experts becomes a plain Swin of timm.
+        output: file to write, ending in ``.safetensors``; missing parents are made.
+        overwrite: replace a file that exists.
+
+    Raises:
+        OSError: if a file is missing, exists already, or cannot be written.
+        ValueError: if a file is damaged or would run code, the files do not belong together, or they are no Swin-MoE's
+            or not finite; then nothing is written.
+    """
+    output = require_output(output, overwrite)
+    rest, ranks = _read(prefix)
+    try:
+        name, kwargs = model_of(rest)
+        state_dict = _state_dict(rest, ranks)
+    except (LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError("The checkpoint's arrays have other names or shapes than a Swin-MoE's.") from error
+    require_finite(state_dict)
+    with torch.device("meta"):
+        expected = timm.create_model(name, **kwargs).state_dict()
+    for key in sorted(expected.keys() ^ state_dict.keys()):
+        reason = "is missing from the checkpoint" if key in expected else "has no place in a Swin-MoE"
+        raise ValueError(f"The array {key} {reason}.")
+    for key, tensor in expected.items():
+        if state_dict[key].shape != tensor.shape:
+            found = f"{key} should be {tuple(tensor.shape)}, it is {tuple(state_dict[key].shape)}"
+            raise ValueError(f"The checkpoint fits no Swin-MoE: {found}.")
+    return write_imported(output, overwrite, name, kwargs, state_dict)
+
+
+def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
+    """Return the registered name and the ``timm.create_model`` arguments of a checkpoint's model.
+
+    K, capacities and losses do not show in the arrays and keep the model's defaults.
+
+    Args:
+        rest: the arrays that all processes share.
+
+    Raises:
+        LookupError: if an array is missing or has too few dimensions.
+    """
+    blocks = sorted({(int(match[1]), int(match[2])) for name in rest if (match := _BLOCK.match(name))})
+    depths = tuple(Counter(layer for layer, _ in blocks).values())
+    heads = tuple(len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths)))
+    embed_dim, in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in range(3))
+    size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
+    known = next((name for name, of_size in _SIZES.items() if size == of_size), None)
+    window_size = (rest["layers.0.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
+    windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))  # of shifted windows; a single one has no mask
+    kwargs: dict[str, Any] = dict(img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size)
+    gates = {blocks.index((int(match[1]), int(match[2]))): num_experts for match, num_experts in _gates(rest)}
+    if gates:
+        is_cosine = any(name.endswith("sim_matrix") for name in rest)
+        routing = dict(num_experts=max(gates.values()), score="cosine" if is_cosine else "softmax")
+        variants = {name: variant.args for name, variant in VARIANTS.items() if f"_{known or 'small'}_" in name}
+        name = next((name for name, args in variants.items() if routing.items() <= args.items()), next(iter(variants)))
+        kwargs = {option: x for option, x in {**kwargs, **routing}.items() if x != variants[name][option]}
+        kwargs["moe_layers"] = ",".join(map(str, sorted(gates)))
+    else:
+        name = f"swin_{known or 'small'}_patch4_window7_224"
+    if not known:
+        kwargs |= size
+    optional = dict(patch_size=(patch_size, 4), in_chans=(in_chans, 3), mlp_ratio=(_mlp_ratio(rest), 4))
+    kwargs |= {option: value for option, (value, default) in optional.items() if value != default}
+    return name, kwargs | dict(num_classes=len(rest["head.weight"]) if "head.weight" in rest else 0)
+
+
+def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
+    """Read what all processes share, and what each has of the experts; a single file is that of one process."""
+    base = re.sub(r"\.pth(\.(master|global|rank\d+))?$", "", str(prefix)) + ".pth"
+    files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "")]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"There is no {files[0]}: give the path that the checkpoint's files begin with.")
+    weights = _weights(file)
+    if file != files[0]:
+        experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
+        return {name: tensor for name, tensor in weights.items() if name not in experts}, [experts] if experts else []
+    named = re.compile(re.escape(file.stem) + r"\.rank(\d+)")
+    last = max((int(match[1]) for other in file.parent.iterdir() if (match := named.fullmatch(other.name))), default=0)
+    ranks: list[Tensors] = []
+    for rank in range(last + 1):
+        rank_file = Path(f"{base}.rank{rank}")
+        if not rank_file.is_file():
+            raise FileNotFoundError(f"{rank_file} is missing: put the files of all processes beside {file}.")
+        ranks.append(_weights(rank_file))
+        if _shapes(ranks[-1]) != _shapes(ranks[0]):
+            raise ValueError(f"{rank_file} and {base}.rank0 are of different checkpoints.")
+    return weights, ranks
+
+
+def _weights(file: Path) -> Tensors:
+    weights = read_checkpoint(file).get("model")
+    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise ValueError(f"{file} has no weights under 'model', where Swin-MoE's files have them.")
+    return weights
+
+
+def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _gates(rest: Tensors) -> list[tuple[re.Match[str], int]]:
+    """List the blocks with experts, and their numbers of experts."""
+    gates = []
+    for name, tensor in rest.items():
+        match = _BLOCK.match(name)
+        if match and _GATE.match(name, match.end()) and name.endswith(("wg.weight", "sim_matrix")):
+            gates.append((match, tensor.shape[1 if name.endswith("sim_matrix") else 0]))
+    return gates
+
+
+def _mlp_ratio(rest: Tensors) -> float:
+    """Return H / D of the blocks without experts, or 4 if there are none."""
+    shape = next((tensor.shape for name, tensor in rest.items() if name.endswith(".mlp.fc1.weight")), (4, 1))
+    return shape[0] / shape[1]
+
+
+def _state_dict(rest: Tensors, ranks: Sequence[Tensors]) -> Tensors:
+    """Convert a checkpoint to the state dict of a ``swin_moe_*`` model, or of timm's Swin."""
+    state_dict = {}
+    for name, tensor in rest.items():
+        block = match[0] if (match := _BLOCK.match(name)) else ""
+        part = name[len(block) :]
+        if part.startswith("attn.cpb_mlp.0.weight"):
+            state_dict[f"{block}attn.relative_position_bias_table"] = _position_bias(rest, f"{block}attn.")
+        if _COMPUTED.search(name):
+            continue
+        if part == f"{_EXPERTS}fc2_bias":  # frozen, so not a process's own
+            _require_zero(name, tensor)
+        elif gate := _GATE.match(part):
+            own = _ROUTER[part[gate.end() :]]
+            state_dict[f"{block}mlp.router.{own}"] = tensor.mT if part.endswith("sim_matrix") else tensor
+        else:
+            moved = re.sub(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample", name)
+            state_dict[re.sub(r"^head\.", "head.fc.", moved)] = tensor
+        if part == "mlp.fc1.weight" and f"{block}mlp.fc2.bias" not in rest:
+            state_dict[f"{block}mlp.fc2.bias"] = tensor.new_zeros(tensor.shape[1])
+    moe_blocks = {match[0]: num_experts for match, num_experts in _gates(rest)}
+    placed = {f"{block}{_EXPERTS}{own}" for block in moe_blocks for own in (*_PARTS, "fc2_bias")}
+    for name in sorted({name for rank in ranks for name in rank} - placed):
+        raise ValueError(f"The array {name} has no place in a Swin-MoE.")
+    for block, num_experts in moe_blocks.items():
+        experts = _joined(block, ranks, num_experts, _mlp_ratio(rest))
+        state_dict |= {f"{block}mlp.{own}": tensor for own, tensor in experts.items()}
+    return {name: tensor.contiguous() for name, tensor in state_dict.items()}
+
+
+def _position_bias(rest: Tensors, prefix: str) -> Tensor:
+    """Compute the (positions, h) biases of the relative positions: two linear layers on their coordinates."""
+    first, bias, second = (rest[f"{prefix}cpb_mlp.{name}"] for name in ("0.weight", "0.bias", "2.weight"))
+    coordinates = rest[f"{prefix}relative_coords_table"].to(first.dtype).flatten(0, 2)
+    return nn.functional.linear(nn.functional.linear(coordinates, first, bias).relu(), second)
+
+
+def _joined(block: str, ranks: Sequence[Tensors], num_experts: int, ratio: float) -> Tensors:
+    """Join the experts of a block; where there are more processes than experts, each has hidden units of one."""
+    parts = {own: [rank[f"{block}{_EXPERTS}{own}"] for rank in ranks] for own in _PARTS}
+    if len(ranks) > 1 and len(torch.stack([part.flatten()[:64] for part in parts["fc1_w"]]).unique(dim=0)) < len(ranks):
+        raise ValueError(f"Two .rank files hold the same experts in {block.rstrip('.')}: one was copied over another.")
+    # (e, H or a part of it, D) of each process
+    fc1_w, fc2_w = (torch.cat(parts[own]) for own in ("fc1_w", "fc2_w"))
+    dim, hidden = fc1_w.shape[2], round(ratio * fc1_w.shape[2])
+    if fc1_w.numel() != num_experts * hidden * dim:
+        raise ValueError(
+            f"The {len(ranks)} .rank files do not hold {num_experts} experts of {hidden} hidden units in "
+            f"{block.rstrip('.')}, as the .master file has it: put the files of all processes of one checkpoint there."
+        )
+    for rank in ranks:
+        if (name := f"{block}{_EXPERTS}fc2_bias") in rank:
+            _require_zero(name, rank[name])
+    return {
+        "fc1.weight": fc1_w.reshape(num_experts, hidden, dim),
+        "fc1.bias": torch.cat([part.flatten() for part in parts["fc1_bias"]]).reshape(num_experts, hidden),
+        "fc2.weight": fc2_w.reshape(num_experts, hidden, dim).mT,
+        "fc2.bias": fc1_w.new_zeros(num_experts, dim),
+    }
+
+
+def _require_zero(name: str, bias: Tensor) -> None:
+    if bias.any():
+        raise ValueError(f"The array {name} is not zero: Swin-MoE's experts have no bias in their last layer.")

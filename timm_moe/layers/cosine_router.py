@@ -1,0 +1,58 @@
+"""The cosine router of Swin-MoE (Tutel, arXiv 2206.03382).
+
+Shape suffixes: D width, P width of the projection, E experts, G groups, B images of a group, N rows of an image.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .routers import TopKRouter
+
+#: P.
+PROJECTED = 256
+#: Factor of the cosines at most, and at first.
+MOST_SCALE, FIRST_SCALE = 100.0, 2.0
+
+
+class CosineRouter(TopKRouter):
+    """Sends each row to the K experts whose weights make the smallest angles with its projection.
+
+    The logit of a row and an expert is the cosine between the row's linear projection to P = 256 dimensions and the
+    expert's weights, times a learned scale. All else is as for :class:`TopKRouter`, which has the same arguments.
+
+    Attributes:
+        weight: (E, P) parameter.
+        projection: (P, D) parameter.
+        projection_bias: (P,) parameter.
+        log_scale: (1,) parameter, the logarithm of the scale.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 1, **options: Any):
+        super().__init__(PROJECTED, num_experts, top_k, **options)
+        self.projection = nn.Parameter(torch.empty(PROJECTED, dim))
+        self.projection_bias = nn.Parameter(torch.empty(PROJECTED))
+        self.log_scale = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small normal weights, a projection drawn as torch's linear layers, and a scale of 2."""
+        nn.init.normal_(self.weight, std=0.01)
+        if not hasattr(self, "projection"):  # the base's constructor resets its own weights first
+            return
+        bound = self.projection.shape[1] ** -0.5
+        for parameter in (self.projection, self.projection_bias):
+            nn.init.uniform_(parameter, -bound, bound)
+        nn.init.constant_(self.log_scale, math.log(FIRST_SCALE))
+
+    def _logits(self, x_GBND: Tensor) -> Tensor:
+        dtype = torch.promote_types(x_GBND.dtype, torch.float32)
+        weight_EP, projection_PD, bias_P, log_scale = (
+            parameter.to(dtype) for parameter in (self.weight, self.projection, self.projection_bias, self.log_scale)
+        )
+        x_GBNP = nn.functional.linear(x_GBND.to(dtype), projection_PD, bias_P)
+        direction_EP = nn.functional.normalize(weight_EP, dim=1)
+        cosine_GBNE = nn.functional.linear(nn.functional.normalize(x_GBNP, dim=-1), direction_EP)
+        return cosine_GBNE * log_scale.clamp(max=math.log(MOST_SCALE)).exp()
