@@ -4,12 +4,13 @@ Shape suffixes: T rows, D width, E experts, G groups, S rows of a group, C rows 
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import Routing, expert_capacity, has_equal_slots
+from .dispatch import Routing, has_equal_slots
 from .functional import no_autocast
 from .router import Router
 
@@ -57,6 +58,8 @@ class ExpertChoiceRouter(Router):
         check_integer("group_images", group_images, 1)
         super().__init__(num_experts)
         self.capacity_factor = capacity_factor
+        # torch.compile may make a symbol of a float, and no size can follow from that.
+        self._ratio = Fraction(capacity_factor).limit_denominator(10**6).as_integer_ratio()
         self.noise_std = noise_std
         self.gate_mode = gate_mode
         self.group_images = group_images
@@ -86,7 +89,12 @@ class ExpertChoiceRouter(Router):
                 raise ValueError(f"group_images={size} does not divide the batch of {batch} images.")
             size = batch
         groups, experts = batch // size, self.num_experts
-        capacity = min(size * rows, expert_capacity(size * rows, experts, self.capacity_factor, "round", 1))
+        numerator, denominator = self._ratio
+        capacity = min(size * rows, round(size * rows * numerator / (denominator * experts)))
+        if capacity < 1:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} leaves an expert none of {size * rows} rows: raise it."
+            )
         gate_GSE = self._gates(x.reshape(groups, size * rows, x.shape[-1]))
         row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
         group_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1)

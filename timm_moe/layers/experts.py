@@ -174,11 +174,10 @@ class Experts(StackedParameters):
     @torch.no_grad()
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
-        self._require_merged()
+        self._require_merged(self.adapted())
         return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
 
-    def _require_merged(self) -> None:
-        adapted = self.adapted()
+    def _require_merged(self, adapted: list[str]) -> None:
         if adapted:
             raise ValueError(
                 f"{adapted[0]} of the experts in {self.path or 'an expert layer'} has adapters, which would be left "

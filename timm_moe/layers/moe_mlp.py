@@ -221,6 +221,8 @@ class SharedExpertMlp(MoeMlp):
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """The weights of the routed experts, and the shared expert as the last."""
+        own = dict(self.shared.named_parameters())
+        self._require_merged([f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in own])
         routed = super().stacked_weights()
         return {name: torch.cat([w, self.shared.get_parameter(name).detach()[None]]) for name, w in routed.items()}
 

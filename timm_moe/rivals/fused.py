@@ -106,7 +106,7 @@ class FusedMlp(MoeMlp):
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """Return the fused network as the only one."""
-        self._require_merged()
+        self._require_merged(self.adapted())
         with torch.no_grad():
             return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
 
