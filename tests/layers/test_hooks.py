@@ -136,7 +136,7 @@ def test_computed_experts_become_dense_as_they_are_now(how, training, x):
 def test_shared_expert_that_is_computed_is_not_left_out():
     model = nn.Sequential(nn.LayerNorm(8), layer_of("shared"))
     prune.l1_unstructured(model[1].shared.fc1, "weight", 0.5)
-    with pytest.raises(AttributeError, match="is not an nn"):
+    with pytest.raises(ValueError, match=r"shared\.fc1 of the experts in blocks\.1\.mlp .*prune\.remove"):
         timm_moe.to_dense(model)
 
 

@@ -180,8 +180,9 @@ class Experts(StackedParameters):
     def _require_merged(self, adapted: list[str]) -> None:
         if adapted:
             raise ValueError(
-                f"{adapted[0]} of the experts in {self.path or 'an expert layer'} has adapters, which would be left "
-                "out: merge first, model = model.merge_and_unload()."
+                f"{adapted[0]} of the experts in {self.path or 'an expert layer'} has adapters or computed weights, "
+                "which would be left out: merge first, model = model.merge_and_unload(), or take off what computes "
+                "them, as torch.nn.utils.prune.remove does."
             )
 
     @property
