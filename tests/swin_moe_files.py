@@ -91,7 +91,7 @@ def whole_model(num_experts=0, cosine=False, fc2_bias=False, seed=0):
 
 
 def files_of(rest, experts, ranks):
-    """What each process writes: all but the experts once, and of the experts e for each, or hidden units of one."""
+    """Divide a model as its processes write it: all but the experts once, and to each e experts, or units of one."""
     master, parts = dict(rest), [{} for _ in range(ranks)]
     for block, whole in experts.items():
         name = f"{block}.mlp._moe_layer.experts.batched_"

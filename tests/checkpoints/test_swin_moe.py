@@ -178,7 +178,7 @@ def test_imported_weights_can_be_trained_with_other_classes(tmp_path):
 
 
 def of_size(name, num_experts):
-    """What the shapes of a registered model's published files would tell of it."""
+    """Find a registered model by the shapes that its published files would have."""
     with torch.device("meta"):
         model = timm.create_model(name, num_experts=num_experts, num_classes=21841)
         rest = {"patch_embed.proj.weight": model.patch_embed.proj.weight, "head.weight": model.head.fc.weight}

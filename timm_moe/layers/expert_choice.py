@@ -97,7 +97,6 @@ class ExpertChoiceRouter(Router):
             )
         gate_GSE = self._gates(x.reshape(groups, size * rows, x.shape[-1]))
         row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
-        group_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1)
         slot_GEC = torch.arange(experts * groups * capacity, device=x.device).view(experts, groups, -1).transpose(0, 1)
         unused = experts * groups * capacity  # the last slot, for rows that an expert did not take
         slot_GES = row_GEC.new_full((groups, experts, size * rows), unused).scatter(2, row_GEC, slot_GEC)
@@ -105,25 +104,20 @@ class ExpertChoiceRouter(Router):
         if self.gate_mode == "renorm":
             total_GS1 = gate_GSE.sum(2, keepdim=True)
             gate_GSE = gate_GSE / torch.where(total_GS1 > 0, total_GS1, 1)
-        of_row_EGC = (group_G11 * (size * rows) + row_GEC).transpose(0, 1)
+        first_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * (size * rows)  # row of each group
+        row_EGC = (first_G11 + row_GEC).transpose(0, 1)
         return Routing(
-            token_indices=nn.functional.pad(of_row_EGC.flatten(), (0, 1)),
+            token_indices=nn.functional.pad(row_EGC.flatten(), (0, 1)),
             offsets=torch.arange(1, experts + 1, device=x.device) * (groups * capacity),
             slots=slot_GES.transpose(1, 2).flatten(0, 1),
             gates=gate_GSE.flatten(0, 1),
             capacity=groups * capacity if has_equal_slots(x.device) else None,
         )
 
-    def probabilities(self, x: Tensor) -> Tensor:
-        return self._logits(x).softmax(-1).reshape(-1, self.num_experts)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return nn.functional.linear(x.to(dtype), self.weight.to(dtype))
-
     def _gates(self, x: Tensor) -> Tensor:
         with no_autocast(x):
-            logits = self._logits(x)
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype))
             if self.noise_std and self.training:
                 logits = logits + torch.randn_like(logits) * (self.noise_std / self.num_experts)
             return logits.softmax(-1)
