@@ -3,8 +3,7 @@
 Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, N slots of the experts.
 """
 
-import math
-from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from .functional import in_plain_operators
 
-ROUNDINGS: dict[str, Callable[[float], int]] = {"ceil": math.ceil, "round": round, "floor": math.floor}
+ROUNDINGS = ("ceil", "round", "floor")
 
 
 class Routing(NamedTuple):
@@ -41,8 +40,29 @@ class Routing(NamedTuple):
         return (self.slots.unsqueeze(-1) >= self.offsets).sum(-1)
 
 
+def images_of_group(batch: int, group_images: int | None, is_training: bool) -> int:
+    """Size of the groups of a batch: ``group_images``; in eval mode the batch if they do not divide it; or by default.
+
+    Raises:
+        ValueError: if they do not divide the batch in training.
+    """
+    if group_images is None or group_images == 1 or batch % group_images == 0:
+        return group_images or batch
+    if is_training:
+        allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
+        raise ValueError(
+            f"group_images={group_images} does not divide the batch of {batch} images; {', '.join(allowed)} would."
+        )
+    return batch
+
+
 def expert_capacity(
-    choices: int, num_experts: int, capacity_factor: float, rounding: str = "ceil", multiple_of: int = 4
+    choices: int,
+    num_experts: int,
+    capacity_factor: float,
+    rounding: str = "ceil",
+    multiple_of: int = 4,
+    most: int | None = None,
 ) -> int:
     """Rows that an expert takes of a group, ``choices * capacity_factor / num_experts`` rounded (V-MoE, section 2.3).
 
@@ -52,20 +72,31 @@ def expert_capacity(
         capacity_factor: 1 suffices exactly if the choices are spread evenly.
         rounding: ``"ceil"``, ``"round"`` (half to even) or ``"floor"``.
         multiple_of: round up further to a multiple of this.
+        most: rows of the group that may come to an expert; the capacity is no larger.
 
     Raises:
         ValueError: if the capacity would be below 1. (A trace, which cannot refuse a batch, takes 1 then.)
     """
-    if isinstance(choices, Tensor):  # in a trace, where a number would remain that of the traced batch
-        capacity = getattr(torch, rounding)(choices.double() * capacity_factor / num_experts).long().clamp(min=1)
-        return (capacity + (multiple_of - 1)) // multiple_of * multiple_of
-    capacity = ROUNDINGS[rounding](choices * capacity_factor / num_experts)
-    if capacity < 1:
+    # In whole numbers: torch.compile may make a symbol of a float, and no size can follow from that.
+    factor = Fraction(capacity_factor).limit_denominator(10**6)
+    numerator, denominator = choices * factor.numerator, factor.denominator * num_experts
+    if rounding == "ceil":
+        capacity = -(-numerator // denominator)
+    elif rounding == "floor":
+        capacity = numerator // denominator
+    else:
+        capacity = (2 * numerator + denominator - 1 + numerator // denominator % 2) // (2 * denominator)
+    if isinstance(capacity, Tensor):  # in a trace, where a number would remain the size of the traced batch
+        capacity = capacity.clamp(min=1)
+    elif capacity < 1:
         raise ValueError(
             f"capacity_factor={capacity_factor} leaves no place: {choices} choices over {num_experts} experts give a "
             f"capacity of {capacity}, below 1."
         )
-    return math.ceil(capacity / multiple_of) * multiple_of
+    capacity = -(-capacity // multiple_of) * multiple_of
+    if most is None:
+        return capacity
+    return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
 
 
 def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,12 @@ Shape suffixes: T rows, D width, E experts, G groups, S rows of a group, C rows 
 """
 
 import math
-from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import Routing, has_equal_slots
+from .dispatch import Routing, expert_capacity, has_equal_slots, images_of_group
 from .functional import no_autocast
 from .router import Router
 
@@ -58,8 +57,6 @@ class ExpertChoiceRouter(Router):
         check_integer("group_images", group_images, 1)
         super().__init__(num_experts)
         self.capacity_factor = capacity_factor
-        # torch.compile may make a symbol of a float, and no size can follow from that.
-        self._ratio = Fraction(capacity_factor).limit_denominator(10**6).as_integer_ratio()
         self.noise_std = noise_std
         self.gate_mode = gate_mode
         self.group_images = group_images
@@ -83,28 +80,19 @@ class ExpertChoiceRouter(Router):
             ValueError: in training, if ``group_images`` does not divide B, or if an expert would take no row.
         """
         batch, rows = x.shape[0], math.prod(x.shape[1:-1])
-        size = self.group_images
-        if size > 1 and batch % size:
-            if self.training:
-                raise ValueError(f"group_images={size} does not divide the batch of {batch} images.")
-            size = batch
-        groups, experts = batch // size, self.num_experts
-        numerator, denominator = self._ratio
-        capacity = min(size * rows, round(size * rows * numerator / (denominator * experts)))
-        if capacity < 1:
-            raise ValueError(
-                f"capacity_factor={self.capacity_factor} leaves an expert none of {size * rows} rows: raise it."
-            )
-        gate_GSE = self._gates(x.reshape(groups, size * rows, x.shape[-1]))
+        images, experts = images_of_group(batch, self.group_images, self.training), self.num_experts
+        groups, size = batch // images, images * rows
+        capacity = expert_capacity(size, experts, self.capacity_factor, "round", multiple_of=1, most=size)
+        gate_GSE = self._gates(x.reshape(groups, size, x.shape[-1]))
         row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
         slot_GEC = torch.arange(experts * groups * capacity, device=x.device).view(experts, groups, -1).transpose(0, 1)
         unused = experts * groups * capacity  # the last slot, for rows that an expert did not take
-        slot_GES = row_GEC.new_full((groups, experts, size * rows), unused).scatter(2, row_GEC, slot_GEC)
+        slot_GES = row_GEC.new_full((groups, experts, size), unused).scatter(2, row_GEC, slot_GEC)
         gate_GSE = torch.where(slot_GES.transpose(1, 2) < unused, gate_GSE, 0)
         if self.gate_mode == "renorm":
             total_GS1 = gate_GSE.sum(2, keepdim=True)
             gate_GSE = gate_GSE / torch.where(total_GS1 > 0, total_GS1, 1)
-        first_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * (size * rows)  # row of each group
+        first_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size  # row of each group
         row_EGC = (first_G11 + row_GEC).transpose(0, 1)
         return Routing(
             token_indices=nn.functional.pad(row_EGC.flatten(), (0, 1)),

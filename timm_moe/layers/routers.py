@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, queue, routing_to
+from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, images_of_group, queue, routing_to
 from .functional import no_autocast
 from .losses import balance_loss, importance_loss, load_loss
 from .recording_router import RecordingRouter
@@ -200,15 +200,7 @@ class TopKRouter(RecordingRouter):
         return assign(expert_GSK, gate_GSK, *queue(expert_GSK, self.num_experts, priority_GS), capacity)
 
     def _groups(self, batch: int) -> int:
-        size = self.group_images
-        if size is None or (batch % size and not self.training):
-            return 1
-        if batch % size:
-            allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
-            raise ValueError(
-                f"group_images={size} does not divide the batch of {batch} images; {', '.join(allowed)} would."
-            )
-        return max(1, batch // size)
+        return max(1, batch // max(1, images_of_group(batch, self.group_images, self.training)))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
         """(G, B, N, E) logits of the experts among which a row chooses."""
@@ -228,9 +220,8 @@ class TopKRouter(RecordingRouter):
         if factor is None or factor >= self.num_experts or rows == 0:
             return None  # a row chooses an expert at most once
         choices, rounding = rows * self.top_k, self.capacity_rounding
-        capacity = expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple)
-        most = rows * self.part_size // self.num_experts  # rows that may choose one expert; a tensor in a trace
-        return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
+        most = rows * self.part_size // self.num_experts  # rows that may choose one expert
+        return expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple, most)
 
     def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight; zero for an empty batch."""
