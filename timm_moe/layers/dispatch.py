@@ -81,7 +81,7 @@ def expert_capacity(
     factor = Fraction(capacity_factor).limit_denominator(10**6)
     numerator, denominator = choices * factor.numerator, factor.denominator * num_experts
     if rounding == "ceil":
-        capacity = -(-numerator // denominator)
+        capacity = (numerator + denominator - 1) // denominator  # ONNX truncates quotients of negative numbers
     elif rounding == "floor":
         capacity = numerator // denominator
     else:
@@ -93,7 +93,7 @@ def expert_capacity(
             f"capacity_factor={capacity_factor} leaves no place: {choices} choices over {num_experts} experts give a "
             f"capacity of {capacity}, below 1."
         )
-    capacity = -(-capacity // multiple_of) * multiple_of
+    capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
     if most is None:
         return capacity
     return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
