@@ -28,6 +28,7 @@ FAMILIES = {
     "top-1": ("vit_tiny_moe", {}),
     "top-2, capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.05, eval_capacity_factor=0.7)),
     "top-2, nothing dropped": ("vit_tiny_moe", dict(top_k=2, capacity_factor="none")),
+    "sigmoid, bias": ("vit_tiny_moe", dict(top_k=2, score="sigmoid", gate_mode="renorm", balance="bias")),
     "V-MoE": (
         "vmoe_s32",
         dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", batch_priority=True),

@@ -193,3 +193,13 @@ def run_ranks(function, arguments, processes):
     call = json.dumps([inspect.getfile(function), function.__name__, processes, *arguments])
     done = run_code(_RANKS, call, PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr
+
+
+def join_group(rank, folder, processes=2):
+    """Form a gloo group of processes of one thread each, which meet in a folder."""
+    import torch  # not needed by the processes that this module starts
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)

@@ -2,13 +2,12 @@
 
 import copy
 import math
-import os
 import pickle
 from functools import partial
 
 import pytest
 import torch
-from processes import run_ranks
+from processes import join_group, run_ranks
 from torch import nn
 
 pytest.importorskip("torchmetrics")
@@ -166,9 +165,7 @@ def test_a_collection_of_one_metric_by_different_options():
 
 
 def worker(rank, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    join_group(rank, folder)
     for name, make in ALL.items():
         first, second, *others = split(name)
         own = [[first, second], others][rank]

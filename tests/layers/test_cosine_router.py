@@ -93,7 +93,7 @@ def test_an_option_of_every_model_routed_by_tokens():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vit_tiny_moe", dict(score="sigmoid"), "score must be one of softmax, cosine, got 'sigmoid'"),
+        ("vit_tiny_moe", dict(score="relu"), "score must be one of softmax, sigmoid, cosine, got 'relu'"),
         ("vimoe_s14", dict(score="cosine"), "score='cosine' routes tokens without an ensemble"),
         ("vmoe_pbe_s32", dict(score="cosine"), "score='cosine' routes tokens without an ensemble"),
         ("vit_tiny_ewa_moe", dict(score="cosine"), "score is an option of router='top_k'"),

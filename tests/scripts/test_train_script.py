@@ -246,6 +246,7 @@ FAMILIES = {
     "vimoe_s14_shared": ["num_experts=3"],
     "soft_moe_s16": ["num_experts=3", "moe_layers=tail-2", "slots_per_expert=2"],
     "vit_tiny_moe": ["router=expert_choice", "num_experts=3"],
+    "vmoe_s32": ["num_experts=4", "score=sigmoid", "gate_mode=renorm", "balance=bias", "z_loss_weight=0.001"],
     "widenet_b": ["official_compat=True", "routing_groups=2"],
     "vmoe_pbe_s32": ["num_experts=4"],
     "vmoe_mimo_s32": ["num_experts=4", "batch_repetitions=2"],

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +9,7 @@ import timm
 import timm.scheduler
 import torch
 from common import SMALL_VIT
-from processes import run_ranks
+from processes import join_group, run_ranks
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch import nn
@@ -20,15 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from timm_moe import ExpertWeightAveraging, MemberLoss, auxiliary_loss, moe_layers
 
 
-def start(rank, folder, processes=2):
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
-
-
 def worker(rank, folder, batch_size):
-    start(rank, folder)
+    join_group(rank, folder)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -58,7 +50,7 @@ def worker(rank, folder, batch_size):
 
 def redundancy_worker(rank, folder, processes):
     """ZeroRedundancyOptimizer, whose processes update parts of the parameters each, trains as the whole optimizer."""
-    start(rank, folder, processes)
+    join_group(rank, folder, processes)
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
@@ -140,7 +132,7 @@ ROUTED = {
 
 
 def routed_worker(rank, folder, name, compiled):
-    start(rank, folder)
+    join_group(rank, folder)
     images, targets = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     torch.manual_seed(0)
     model = timm.create_model(name, **ROUTED[name], group_images=2, **SMALL_VIT)

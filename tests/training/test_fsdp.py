@@ -10,7 +10,7 @@ import timm.optim
 import timm.scheduler
 import torch
 from common import ROOT, SMALL_VIT
-from processes import run_new, run_ranks
+from processes import join_group, run_new, run_ranks
 from timm.layers import Mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -41,10 +41,7 @@ STEPS = 3
 
 
 def start(rank, folder, processes=2):
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
+    join_group(rank, folder, processes)
     return init_device_mesh("cpu", (processes,))
 
 

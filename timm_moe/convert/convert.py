@@ -80,11 +80,16 @@ def convert_to_moe(
         top_k, noise_std, capacity_factor, eval_capacity_factor, capacity_multiple, capacity_rounding, batch_priority,
             group_images, gate_mode: see :class:`timm_moe.layers.TopKRouter`. Write ``"none"`` for no capacity, as
             timm's ``create_model`` drops options that are None.
-        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``, ``"balance_top_k"`` or several
-            joined by ``+``.
+        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``, ``"balance_top_k"``,
+            ``"local_entropy"``, ``"global_entropy"`` (LIMoE) or several joined by ``+``.
         aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In your own
             loop, add :func:`timm_moe.auxiliary_loss`.
-        score: ``"softmax"`` of products with the rows, or ``"cosine"``: the softmax of scaled cosines (Swin-MoE).
+        z_loss_weight: weight of the loss against large logits, 0.001 in ST-MoE; 0 for none.
+        balance: ``"loss"``, by ``aux_loss``, or ``"bias"``, in its place by a bias on the gates, for the choice alone,
+            which moves by ``bias_rate`` at each optimizer step (arXiv 2408.15664).
+        score: the gates. ``"softmax"`` or ``"sigmoid"`` of products with the rows, or ``"cosine"``: the softmax of
+            scaled cosines (Swin-MoE).
+        route_scale: factor of all gates.
         routing_unit: ``"token"``, or ``"image"``: all tokens of an image follow its class token, the first (ViMoE).
         ensemble_size: M, members among which the experts are divided; 1 for no ensemble (pBE).
         ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its

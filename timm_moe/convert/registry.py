@@ -165,7 +165,9 @@ def _none(value: Any) -> Any:
 # --- the routers of this package
 
 
-SCORES = ("softmax", "cosine")
+SCORES = ("softmax", "sigmoid", "cosine")
+BALANCES = ("loss", "bias")
+BIAS_RATE = 0.001
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 #: Routers of pBE and its ablations; only the last layer has multi-head routing.
 ENSEMBLES = {
@@ -178,15 +180,19 @@ ENSEMBLES = {
 
 def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> nn.Module:
     unit, ensemble, size = (options.pop(name) for name in ("routing_unit", "ensemble", "ensemble_size"))
-    score = options.pop("score")
-    aux_loss, weight = options.pop("aux_loss"), options.pop("aux_loss_weight")
+    aux_loss, weight, z_weight = (options.pop(name) for name in ("aux_loss", "aux_loss_weight", "z_loss_weight"))
     check_number("aux_loss_weight", weight, 0)
+    if options.pop("balance") == "bias":
+        weight = 0
+    else:
+        options["bias_rate"] = 0
     losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
     if not losses or len(set(losses)) < len(losses):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
-    options["loss_weights"] = dict.fromkeys(losses, weight / len(losses))
+    options["loss_weights"] = {**dict.fromkeys(losses, weight / len(losses)), "z": z_weight}
     options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
-    if score == "cosine":
+    if options["score"] == "cosine":
+        options["score"] = "softmax"
         return CosineRouter(dim, num_experts, **options)
     if size == 1 or (ensemble == "multi_head" and not is_last):
         return ROUTING_UNITS[unit](dim, num_experts, **options)
@@ -202,6 +208,12 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
     check_choice("routing_unit", unit, ROUTING_UNITS)
     check_choice("ensemble", ensemble, ENSEMBLES)
     check_choice("score", options["score"], SCORES)
+    check_choice("balance", options["balance"], BALANCES)
+    check_number("bias_rate", options["bias_rate"], 0, above=True)
+    if options["balance"] == "loss" and options["bias_rate"] != BIAS_RATE:
+        raise ValueError("bias_rate is an option of balance='bias'.")
+    if options["balance"] == "bias" and size != 1:
+        raise ValueError("balance='bias' is for routers without an ensemble: leave ensemble_size out.")
     check_integer("ensemble_size", size, 1)
     if options["score"] == "cosine" and (unit != "token" or size != 1):
         raise ValueError("score='cosine' routes tokens without an ensemble: leave routing_unit and ensemble_size out.")
@@ -255,7 +267,7 @@ def _options_of(router: type[nn.Module]) -> dict[str, Any]:
 
 _CHOICES = {
     **dict(aux_loss="balance", aux_loss_weight=0.01, routing_unit="token", ensemble_size=1, ensemble="pbe"),
-    "score": "softmax",
+    **dict(balance="loss", bias_rate=BIAS_RATE, z_loss_weight=0.0),
 }
 register_router(
     RouterSpec(

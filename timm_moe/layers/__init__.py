@@ -1,5 +1,6 @@
 """Expert layers in plain PyTorch, without timm, training loops or files."""
 
+from .balancing_bias import BalancingBias
 from .cosine_router import CosineRouter
 from .dispatch import Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
@@ -20,6 +21,7 @@ from .routers import (
 from .soft_moe import SoftMoeMlp, SoftRouter
 
 __all__ = [
+    "BalancingBias",
     "CosineRouter",
     "EnsembleRouter",
     "EwaMlp",

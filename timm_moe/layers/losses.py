@@ -1,7 +1,9 @@
 """Losses against routers that favour a few experts: pure functions, one value for each group.
 
-Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
+Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token. Gates add up to 1.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -39,6 +41,25 @@ def balance_loss(gate_GSE: Tensor, choice_GSK: Tensor) -> Tensor:
     ones_GN = torch.ones_like(choice_GN, dtype=gate_GSE.dtype)
     chosen_GE = torch.zeros_like(gate_GSE[:, 0]).scatter_add_(1, choice_GN, ones_GN)
     return num_experts * (chosen_GE / choice_GN.shape[1] * gate_GSE.mean(1)).sum(1)
+
+
+def local_entropy_loss(gate_GSE: Tensor) -> Tensor:
+    """Mean entropy, (G,), of each token's gates, so that tokens decide (LIMoE, arXiv 2206.02770, section 2.1)."""
+    return _entropy(gate_GSE).mean(1)
+
+
+def global_entropy_loss(gate_GSE: Tensor) -> Tensor:
+    """Log E minus the entropy, (G,), of the mean gates (LIMoE, section 2.1, with the threshold log E)."""
+    return math.log(gate_GSE.shape[2]) - _entropy(gate_GSE.mean(1))
+
+
+def z_loss(logits_GSE: Tensor) -> Tensor:
+    """Mean square, (G,), of logits' logsumexp, against large logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    return logits_GSE.logsumexp(2).square().mean(1)
+
+
+def _entropy(gate: Tensor) -> Tensor:
+    return -(gate * gate.clamp(min=1e-20).log()).sum(-1)  # a gate may be rounded to zero
 
 
 def _squared_variation(x_GE: Tensor) -> Tensor:

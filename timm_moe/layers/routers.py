@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .balancing_bias import BalancingBias
 from .checks import check_choice, check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, images_of_group, queue, routing_to
 from .functional import no_autocast
-from .losses import balance_loss, importance_loss, load_loss
-from .recording_router import RecordingRouter
+from .losses import balance_loss, global_entropy_loss, importance_loss, load_loss, local_entropy_loss, z_loss
+from .recording_router import RecordingRouter, in_backward
 from .router import Router
 
-LOSSES = ("importance", "load", "balance", "balance_top_k")
+LOSSES = ("importance", "load", "balance", "balance_top_k", "local_entropy", "global_entropy", "z")
+SCORES = ("softmax", "sigmoid")
 #: Options that a printed router shows if they are set.
 SHOWN = ("ensemble_size", "noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
 GATE_MODES = ("prob", "one", "renorm")
@@ -56,8 +58,8 @@ class RandomPartition(Router):
 class TopKRouter(RecordingRouter):
     """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
 
-    The gate is the softmax over all experts, taken before the choice. Logits, gates and losses are computed in float32
-    at least, under autocast too.
+    The gate is the softmax over all experts, taken before the choice, or the sigmoid of the logit. Logits, gates and
+    losses are computed in float32 at least, under autocast too.
 
     Args:
         dim: D.
@@ -72,10 +74,13 @@ class TopKRouter(RecordingRouter):
         batch_priority: rows with a larger first gate queue first, instead of in their order.
         group_images: entries of the batch that share queues, capacities and losses; by default all. In eval mode a
             batch that they do not divide is one group.
-        loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of first choices) and
-            ``"balance_top_k"`` (of all choices), 0 if not given.
+        loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of first choices),
+            ``"balance_top_k"`` (of all choices), ``"local_entropy"``, ``"global_entropy"`` and ``"z"``, 0 if not given.
         gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
             its losses alone; ``"renorm"``, its gate divided by the sum of the chosen experts' gates.
+        score: ``"softmax"``, or ``"sigmoid"``, by which experts do not compete (DeepSeek-V3, arXiv 2412.19437).
+        route_scale: factor of all gates.
+        bias_rate: rate of a :class:`BalancingBias` on the gates, for the choice alone; 0 for no bias.
 
     Attributes:
         weight: (E, D) parameter.
@@ -100,6 +105,9 @@ class TopKRouter(RecordingRouter):
         group_images: int | None = None,
         loss_weights: Mapping[str, float] | None = None,
         gate_mode: str = "prob",
+        score: str = "softmax",
+        route_scale: float = 1.0,
+        bias_rate: float = 0.0,
     ):
         loss_weights = dict(loss_weights or {})
         check_integer("top_k", top_k, 1, num_experts)
@@ -111,6 +119,9 @@ class TopKRouter(RecordingRouter):
         check_flag("batch_priority", batch_priority)
         check_choice("capacity_rounding", capacity_rounding, ROUNDINGS)
         check_choice("gate_mode", gate_mode, GATE_MODES)
+        check_choice("score", score, SCORES)
+        check_number("route_scale", route_scale, 0, above=True)
+        check_number("bias_rate", bias_rate, 0)
         for name, weight in loss_weights.items():
             if name not in LOSSES:
                 raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
@@ -136,6 +147,9 @@ class TopKRouter(RecordingRouter):
         self.batch_priority = batch_priority
         self.group_images = group_images
         self.gate_mode = gate_mode
+        self.score = score
+        self.route_scale = route_scale
+        self.balancing_bias = BalancingBias(num_experts, bias_rate) if bias_rate else None
         self.part_size = num_experts  # experts among which a row chooses
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
@@ -143,6 +157,8 @@ class TopKRouter(RecordingRouter):
     def reset_parameters(self) -> None:
         """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
         nn.init.trunc_normal_(self.weight, std=0.02)
+        if self.balancing_bias is not None:
+            self.balancing_bias.steps.zero_()
 
     @property
     def needs_whole_images(self) -> bool:  # type: ignore[override]
@@ -175,26 +191,37 @@ class TopKRouter(RecordingRouter):
             noisy_GBNE = logits_GBNE
             if self.noise_std and (self.training or self.noisy_in_eval):
                 noisy_GBNE = logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
-            gate_GBNE = noisy_GBNE.softmax(3)
-            chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k)
+            gate_GBNE = self._gates(noisy_GBNE)
+            chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, self.balancing_bias)
             expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
             routing = self._assign(expert_GSK, chosen_GBNK.flatten(1, 2), capacity)
             if self.is_recording():
                 expert_N = expert_GSK.flatten()
                 load = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
                 losses = self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK)))
+                if self.balancing_bias is not None and not in_backward():
+                    self.balancing_bias.count(load)
                 self.record(losses, load, (routing.slots >= routing.offsets[-1]).sum(), logits_GBNE.isfinite().all())
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
-        return self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])).softmax(3).flatten(0, 2)
+        return self._shares(self._gates(self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])))).flatten(0, 2)
+
+    def _gates(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+
+    def _shares(self, gate: Tensor) -> Tensor:
+        """The gates divided by their sum, as losses and reports need them."""
+        return gate if self.score == "softmax" else gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
 
     def _assign(self, expert_GSK: Tensor, gate_GSK: Tensor, capacity: int | None) -> Routing:
         priority_GS = gate_GSK[..., 0] if self.batch_priority else None
         if self.gate_mode == "one":
             gate_GSK = torch.ones_like(gate_GSK)
         elif self.gate_mode == "renorm":
-            gate_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True)
+            gate_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True).clamp(min=1e-20)
+        if self.route_scale != 1:
+            gate_GSK = gate_GSK * self.route_scale
         if capacity is None:
             return routing_to(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
         return assign(expert_GSK, gate_GSK, *queue(expert_GSK, self.num_experts, priority_GS), capacity)
@@ -229,10 +256,13 @@ class TopKRouter(RecordingRouter):
             return dict.fromkeys(self.loss_weights, logits_GSE.sum())
         std = self.noise_std / logits_GSE.shape[2]
         losses = {
-            "importance": lambda: importance_loss(logits_GSE.softmax(2)),
+            "importance": lambda: importance_loss(self._shares(self._gates(logits_GSE))),
             "load": lambda: load_loss(logits_GSE, noisy_GSE, choice_GSK[..., -1], std),
-            "balance": lambda: balance_loss(gate_GSE, choice_GSK[..., :1]),
-            "balance_top_k": lambda: balance_loss(gate_GSE, choice_GSK),
+            "balance": lambda: balance_loss(self._shares(gate_GSE), choice_GSK[..., :1]),
+            "balance_top_k": lambda: balance_loss(self._shares(gate_GSE), choice_GSK),
+            "local_entropy": lambda: local_entropy_loss(self._shares(self._gates(logits_GSE))),
+            "global_entropy": lambda: global_entropy_loss(self._shares(self._gates(logits_GSE))),
+            "z": lambda: z_loss(logits_GSE),
         }
         return {name: losses[name]().mean() for name in self.loss_weights}
 
@@ -384,11 +414,15 @@ class MultiHeadRouter(TopKRouter):
         return Routing(token_indices, offsets, slots, None if gates is None else choice_of_copy(gates), capacity)
 
 
-def _top_k(gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and indices of the k largest entries of the last dimension; unlike topk, the first of equal ones."""
-    if k == 1:
+def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest entries of the last dimension; unlike topk, the first of equal ones.
+
+    The choice is by the values with the bias, whose values are returned without it.
+    """
+    if k == 1 and bias is None:
         return gate.max(-1, keepdim=True)
     rest, chosen = gate.detach(), []
+    rest = rest if bias is None else bias(rest)
     for _ in range(k):  # ONNX has no stable sort
         chosen.append(rest.argmax(-1, keepdim=True))
         rest = rest.scatter(-1, chosen[-1], -torch.inf)

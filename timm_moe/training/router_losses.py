@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert.blocks import moe_layers
-from ..layers import MoeMlp, RecordingRouter, RouterRecord
+from ..layers import BalancingBias, MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import living
-from .optimizers import is_first_time, is_primary, trained_layers
+from .optimizers import is_distributed, is_first_time, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -177,6 +177,20 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
         )
     for layer in trained:
         layer.router.end_step()
+    biases = (getattr(layer.router, "balancing_bias", None) for layer in trained)
+    # Without a choice since the last step there is nothing to do, as in the optimizers that another one works by.
+    _update_biases([bias for bias in biases if isinstance(bias, BalancingBias) and bias.load is not None])
+
+
+def _update_biases(biases: list[BalancingBias]) -> None:
+    """Balance the experts by the choices since the last step, of all processes."""
+    loads: list[Any] = [bias.load for bias in biases]
+    if biases and is_distributed():
+        total = torch.cat([load.to(loads[0].device) for load in loads])
+        torch.distributed.all_reduce(total)
+        loads = list(total.split([len(load) for load in loads]))
+    for bias, load in zip(biases, loads, strict=True):
+        bias.update(load.to(bias.steps.device))
 
 
 def log_epoch(optimizer: Optimizer) -> None:

@@ -1,0 +1,121 @@
+"""Scores, scales and biases of routers, and the losses about them, against a slow reference."""
+
+import math
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import Mlp
+
+import timm_moe
+from timm_moe.layers import MoeMlp, TopKRouter, losses
+
+
+def layer(num_experts=4, top_k=2, **options):
+    router = TopKRouter(5, num_experts, top_k, **options)
+    torch.nn.init.normal_(router.weight)
+    return MoeMlp(Mlp(5, 6), router, num_experts, "independent").double()
+
+
+def reference(moe, x):
+    """Compute the rows (T, D) choice by choice."""
+    router, outputs = moe.router, []
+    steps = router.balancing_bias.steps.tolist() if router.balancing_bias else [0] * moe.num_experts
+    bias = [router.balancing_bias.rate * (step - sum(steps) / len(steps)) if any(steps) else 0 for step in steps]
+    for row in x:
+        logits = router.weight @ row
+        gates = list(1 / (1 + (-logits).exp()) if router.score == "sigmoid" else logits.exp() / logits.exp().sum())
+        best = sorted(range(moe.num_experts), key=lambda e: -(gates[e].item() + bias[e]))[: router.top_k]
+        total = sum(gates[e] for e in best) if router.gate_mode == "renorm" else 1
+        y = torch.zeros_like(row)
+        for e in best:
+            weights = {name: stacked[e] for name, stacked in moe.named_expert_parameters()}
+            hidden = torch.nn.functional.gelu(weights["fc1.weight"] @ row + weights["fc1.bias"])
+            y = y + router.route_scale * gates[e] / total * (weights["fc2.weight"] @ hidden + weights["fc2.bias"])
+        outputs.append(y)
+    return torch.stack(outputs)
+
+
+@given(
+    tokens=st.integers(1, 9),
+    num_experts=st.integers(2, 5),
+    top_k=st.integers(1, 2),
+    score=st.sampled_from(["softmax", "sigmoid"]),
+    gate_mode=st.sampled_from(["prob", "renorm"]),
+    route_scale=st.sampled_from([1.0, 2.5]),
+    bias_rate=st.sampled_from([0.0, 0.1]),
+)
+@settings(max_examples=30)
+def test_values_and_gradients_equal_the_reference(tokens, num_experts, top_k, **options):
+    moe = layer(num_experts, top_k, loss_weights={"z": 1.0}, **options)
+    if moe.router.balancing_bias is not None:
+        moe.router.balancing_bias.steps.copy_(torch.randint(-9, 9, (num_experts,)))
+    x = torch.randn(1, tokens, 5, dtype=torch.float64, requires_grad=True)
+    wanted, tensors = torch.randn_like(x), [x, *moe.parameters()]
+    y, expected = moe(x), reference(moe, x[0])[None]
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    found, gradients = (
+        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True) for out in (y, expected)
+    )
+    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
+
+
+def test_losses_by_hand():
+    logits = torch.randn(2, 7, 3, dtype=torch.float64)
+    gates = logits.softmax(2)
+    for group in range(2):
+        rows = [[gate.item() for gate in row] for row in gates[group]]
+        z = sum(math.log(sum(math.exp(v.item()) for v in row)) ** 2 for row in logits[group]) / 7
+        local = -sum(gate * math.log(gate) for row in rows for gate in row) / 7
+        means = [sum(row[expert] for row in rows) / 7 for expert in range(3)]
+        spread = math.log(3) + sum(mean * math.log(mean) for mean in means)
+        assert losses.z_loss(logits)[group].item() == pytest.approx(z, abs=1e-9)
+        assert losses.local_entropy_loss(gates)[group].item() == pytest.approx(local, abs=1e-9)
+        assert losses.global_entropy_loss(gates)[group].item() == pytest.approx(spread, abs=1e-9)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", ["importance", "balance", "local_entropy", "global_entropy", "z"])
+def test_each_loss_has_a_finite_gradient_even_where_gates_are_rounded_to_zero(name, score):
+    for scale in (1.0, 1e4):
+        router = TopKRouter(5, 4, 2, score=score, loss_weights={name: 1.0})
+        with torch.no_grad():
+            router.weight.normal_(std=scale)
+        router(torch.randn(1, 9, 5))
+        (loss,) = (record.weighted_loss for record in router.records)
+        loss.backward()
+        assert loss.isfinite()
+        assert router.weight.grad.isfinite().all()
+        assert scale > 1 or router.weight.grad.any()
+
+
+def test_by_name():
+    model = timm.create_model(
+        "vit_tiny_moe", score="sigmoid", balance="bias", bias_rate=0.01, z_loss_weight=0.001, route_scale=2, **SMALL_VIT
+    )
+    routers = [layer.router for layer in timm_moe.moe_layers(model).values()]
+    assert [router.loss_weights for router in routers] == [{"z": 0.001}] * len(routers)
+    assert {(router.score, router.balancing_bias.rate, router.route_scale) for router in routers} == {
+        ("sigmoid", 0.01, 2)
+    }
+    probabilities = routers[0].probabilities(torch.randn(2, 4, 16 * 2)[..., : routers[0].weight.shape[1]])
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vit_tiny_moe", dict(balance="none"), "balance must be one of loss, bias, got 'none'"),
+        ("vit_tiny_moe", dict(bias_rate=0.1), "bias_rate is an option of balance='bias'"),
+        ("vit_tiny_moe", dict(balance="bias", bias_rate=0), "bias_rate must be a number above 0, got 0"),
+        ("vit_tiny_moe", dict(route_scale=0), "route_scale must be a number above 0, got 0"),
+        ("vit_tiny_moe", dict(z_loss_weight=-1), "The weight of the z loss must be a number of at least 0, got -1"),
+        ("vmoe_pbe_s32", dict(balance="bias"), "balance='bias' is for routers without an ensemble"),
+    ],
+)
+def test_where_it_is_refused(name, options, message):
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        timm.create_model(name, **SMALL_VIT, **options)

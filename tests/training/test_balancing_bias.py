@@ -1,0 +1,150 @@
+"""The bias that balances experts without a loss: one step an optimizer step, by the choices of all processes."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from common import SMALL_VIT
+from processes import join_group, run_ranks
+from timm.task import ClassificationTask
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import timm_moe
+from timm_moe.layers import BalancingBias
+
+
+def make_model(**options):
+    torch.manual_seed(0)
+    options = {**SMALL_VIT, "capacity_factor": "none", **options}
+    model = timm.create_model("vit_tiny_moe", balance="bias", num_experts=4, **options)
+    for layer in timm_moe.moe_layers(model).values():
+        nn.init.normal_(layer.router.weight, std=0.3)
+    return model
+
+
+def biases(model):
+    return [module for module in model.modules() if isinstance(module, BalancingBias)]
+
+
+def steps(model):
+    return torch.stack([bias.steps for bias in biases(model)]).tolist()
+
+
+def loads(model, images):
+    """Number of choices of each expert in each layer, by the router alone."""
+    counted, handles = [], []
+    for layer in timm_moe.moe_layers(model).values():
+        handles.append(
+            layer.router.register_forward_hook(
+                lambda router, args, routing: counted.append(routing.experts().flatten().bincount(minlength=5)[:4])
+            )
+        )
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    return counted
+
+
+def signs(counts):
+    return [[(sum(row) > 4 * n) - (sum(row) < 4 * n) for n in row] for row in (count.tolist() for count in counts)]
+
+
+def test_it_moves_once_a_step_by_all_micro_batches():
+    model = make_model()
+    first, second = torch.randn(2, 3, 3, 32, 32)
+    expected = signs([a + b for a, b in zip(loads(model, first), loads(model, second), strict=True)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for images in (first, second):
+        model(images).sum().backward()
+    assert not any(map(any, steps(model)))
+    optimizer.step()
+    assert steps(model) == expected
+    assert any(map(any, expected))
+    optimizer.step()  # no image was seen since
+    assert steps(model) == expected
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_repetitions_in_backward_do_not_count(compiled):
+    model, images = make_model(), torch.randn(4, 3, 32, 32)
+    other = copy.deepcopy(model)
+    if compiled:
+        for block in other.blocks:
+            block.compile(backend="aot_eager")
+    blocks = other.blocks
+    other.blocks = nn.Identity()
+    other.blocks.forward = lambda x: checkpoint(blocks, x, use_reentrant=False)
+    for network in (model, other):
+        network(images).sum().backward()
+    counts = [bias.load for bias in biases(model)]
+    repeated = [layer.router.balancing_bias for layer in (blocks[1].mlp, blocks[3].mlp)]
+    for bias, count in zip(repeated, counts, strict=True):
+        # Compiled code cannot ask whether backward is running; but it repeats all choices, which changes no sign.
+        times = bias.load.sum() // count.sum() if compiled else 1
+        assert torch.equal(bias.load, times * count)
+
+
+def test_a_step_that_the_scaler_skips_keeps_the_choices():
+    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.randn(2, 3, 32, 32)).sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(map(any, steps(model)))
+    assert all(bias.load is not None for bias in biases(model))
+
+
+def test_evaluation_does_not_count_and_the_choice_follows():
+    model, images = make_model(), torch.randn(2, 3, 32, 32)
+    model.eval()(images)
+    assert all(bias.load is None for bias in biases(model))
+    biases(model)[0].steps.copy_(torch.tensor([0, 0, 0, 10_000]))
+    assert loads(model, images)[0][3] == 2 * 16 + 2
+
+
+def test_it_survives_saving_half_precision_averages_and_copies():
+    model = make_model()
+    ema = ModelEmaV3(model, decay=0.5)
+    for bias in biases(model):
+        bias.steps.copy_(torch.tensor([4097, -4097, 3, 0]))
+    ema.update(model)
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    for network in (ema.module, other, copy.deepcopy(model).bfloat16()):
+        assert steps(network) == [[4097, -4097, 3, 0]] * 2
+    assert "blocks.1.mlp.router.balancing_bias.steps" in model.state_dict()
+
+
+def test_it_evens_out_the_loads():
+    model, images = make_model(bias_rate=0.005), 0.1 * torch.randn(8, 3, 32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = loads(model, images)
+    for _ in range(100):
+        model(images).sum().backward()
+        optimizer.step()
+    spread = [max(count.tolist()) / count.double().mean().item() for count in loads(model, images)]
+    assert all(max(count.tolist()) / count.double().mean().item() > 1.5 for count in before)
+    assert all(value < 1.15 for value in spread), spread
+
+
+def worker(rank, folder):
+    join_group(rank, folder)
+    model = make_model()
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = signs(loads(model, images))
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task.prepare_distributed(device_ids=None)
+    task(images[2 * rank : 2 * rank + 2], torch.arange(2))["loss"].backward()
+    optimizer.step()
+    assert steps(model) == expected, (steps(model), expected)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+def test_the_choices_of_all_processes_count(tmp_path):
+    run_ranks(worker, (str(tmp_path),), 2)

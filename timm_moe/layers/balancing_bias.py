@@ -1,0 +1,46 @@
+"""Balance of the experts without a loss (arXiv 2408.15664): a bias on their scores, for the choice alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class BalancingBias(nn.Module):
+    """Bias that rises by ``rate`` at an optimizer step for experts with less than the mean load, and falls for others.
+
+    The bias is kept as a whole number of steps, so that no data type rounds it. Its mean over the experts is zero.
+
+    Args:
+        num_experts: E.
+        rate: change at one step; 0.001 in the paper.
+
+    Attributes:
+        steps: (E,) buffer, steps up minus steps down of each expert.
+        load: (E,) number of choices of each expert since the last optimizer step, in this process; None for no choice.
+    """
+
+    steps: Tensor
+
+    def __init__(self, num_experts: int, rate: float):
+        super().__init__()
+        self.rate = rate
+        self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.long))
+        self.load: Tensor | None = None
+
+    def forward(self, score: Tensor) -> Tensor:
+        """Add the bias to scores (..., E)."""
+        steps = self.steps.to(score.dtype)
+        return score + self.rate * (steps - steps.mean())
+
+    def count(self, load_E: Tensor) -> None:
+        """Add the choices of one training forward."""
+        self.load = load_E if self.load is None else self.load + load_E
+
+    def update(self, load_E: Tensor) -> None:
+        """Make a step by the choices of all processes, and start to count again."""
+        self.steps += (load_E.sum() - load_E * load_E.shape[0]).sign()
+        self.load = None
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy counts its own choices
+        return {**self.__dict__, "load": None}
