@@ -51,7 +51,8 @@ def convert_to_moe(
             forward (ExFusion); the name of a router registered by :func:`timm_moe.register_router`; a
             :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts) -> nn.Module``.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
-            ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch).
+            ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch), ``"drop"``
+            copies them and draws half of the hidden units of each expert again (Drop-Upcycling).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
             random partitions; routed experts are averaged only if this or ``share_schedule`` is given (Early EWA).
         share_schedule: course of the share rate over training: ``"linear"`` (default for random partitions),
@@ -75,6 +76,8 @@ def convert_to_moe(
         shared_expert: add an expert without a gate that every token passes through (ViMoE).
         shared_init: its initial weights: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, so that it
             adds nothing.
+        expert_width: hidden width of an expert as a fraction 1 / M of the dense network's (fine-grained experts):
+            expert e is the part e % M of the dense network. There is no averaging then.
 
     Of ``router="top_k"``:
         top_k, noise_std, capacity_factor, eval_capacity_factor, capacity_multiple, capacity_rounding, batch_priority,
@@ -116,7 +119,6 @@ def convert_to_moe(
     averaged = spec.averaged or share_rate is not None or share_schedule is not None
     rate = (0.3 if averaged else 0.0) if share_rate is None else share_rate
     schedule = spec.share_schedule if share_schedule is None else share_schedule
-    check_share_rate(rate, num_experts)
     get_schedule(schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
     chosen = _chosen_networks(model, moe_layers, modules)
@@ -128,6 +130,7 @@ def convert_to_moe(
         with torch.device(weight.device):
             own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
         layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
+        check_share_rate(rate, num_experts, parts=layers[path].parts)
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them

@@ -49,7 +49,7 @@ def routed_layer(
     return MoeMlp(ffn, router, num_experts, **options)
 
 
-_LAYER_OPTIONS = {"shared_expert": False, "shared_init": "pretrained"}
+_LAYER_OPTIONS = {"shared_expert": False, "shared_init": "pretrained", "expert_width": 1}
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,21 @@ Shape suffixes: N rows at the experts, D width, E experts.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .checks import check_choice
+from .fine_grained import HiddenUnits
 from .functional import with_tensors
 from .grouped import multiplies_by_offsets, sizes_of_runs
 from .grouped_network import grouped_form
 
-EXPERT_INITS = ("same", "independent")
+EXPERT_INITS = ("same", "independent", "drop")
 #: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a call only.
 FREEING = ("FullyShardedDataParallel", "FSDPStacked")
 #: Modules and options that a layer gets after its experts.
@@ -24,7 +26,7 @@ LATER = ("router", "shared", "shared_init")
 
 
 class StackedParameters(nn.Module):
-    """Holds parameters stacked over E experts; loads a dense tensor as E copies of it."""
+    """Holds parameters stacked over E experts."""
 
     def __init__(self, num_experts: int):
         super().__init__()
@@ -33,9 +35,7 @@ class StackedParameters(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for name, parameter in self.named_parameters(recurse=False):
             loaded = state_dict.get(prefix + name)
-            if loaded is not None and loaded.shape == parameter.shape[1:]:
-                state_dict[prefix + name] = loaded.expand(parameter.shape).contiguous()
-            elif loaded is not None and loaded.ndim == parameter.ndim and len(loaded) != len(parameter):
+            if loaded is not None and loaded.ndim == parameter.ndim and len(loaded) != len(parameter):
                 raise ValueError(
                     f"The checkpoint has {len(loaded)} experts in {prefix}{name}, the model has {len(parameter)}: "
                     f"create the model with num_experts={len(loaded)}."
@@ -63,19 +63,25 @@ class Experts(StackedParameters):
     """E copies of a feed-forward network, stacked along a new first dimension.
 
     Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E, H, D). Loading a
-    dense state dict gives every expert a copy of it (sparse upcycling). Modules without weights, such as activations
-    and dropouts, are submodules that all experts share; replacing one changes the experts.
+    dense state dict gives every expert a copy of it (sparse upcycling), or a part. Modules without weights, such as
+    activations and dropouts, are submodules that all experts share; replacing one changes the experts.
 
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
         num_experts: E.
         expert_init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the
             first and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
+            ``"drop"`` copies them, and draws half of each expert's hidden units again, also when a dense state dict is
+            loaded (Drop-Upcycling, arXiv 2502.19261).
         expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
+        expert_width: 1 / M: expert e is part e % M of ``ffn``, see :class:`HiddenUnits` (fine-grained experts).
+
+    Attributes:
+        parts: M, the number of experts that join to one dense network.
 
     Raises:
-        ValueError: on an option outside its range, if ``ffn`` has buffers, no dropout that can be set, or a part with a
-            name that the layer needs.
+        ValueError: on an option outside its range, if ``ffn`` has buffers, no dropout that can be set, no hidden units
+            that can be cut or drawn again, or a part with a name that the layer needs.
     """
 
     path: str = ""
@@ -83,17 +89,25 @@ class Experts(StackedParameters):
     _grouped: nn.Module | None
 
     def __init__(
-        self, ffn: nn.Module, num_experts: int, expert_init: str = "same", *, expert_dropout: float | None = None
+        self,
+        ffn: nn.Module,
+        num_experts: int,
+        expert_init: str = "same",
+        *,
+        expert_dropout: float | None = None,
+        expert_width: float = 1,
     ):
         super().__init__(num_experts)
         self.expert_init = expert_init
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
-        # The structure of one expert, without weights. It is not a submodule, so that its parameters are not listed.
+        # The dense network without weights. It is not a submodule, so that its parameters are not listed.
         memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()}
         object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
         object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
+        self._units = HiddenUnits(self._ffn, expert_width, is_needed=expert_init == "drop")
+        self.parts = self._units.parts
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
         if expert_dropout is not None:
             self._set_dropout(expert_dropout)
@@ -108,7 +122,7 @@ class Experts(StackedParameters):
                     f"A {type(ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
                     "layer needs this name: rename the part."
                 )
-        self._stack(ffn, self)
+        self._stack(ffn, self, self._initial(dict(ffn.named_parameters(remove_duplicate=False)), expert_init))
         matrices = (shape for shape in self.stacked_shapes.values() if len(shape) == 3)
         self._widths = tuple({width for shape in matrices for width in shape[1:]})
 
@@ -119,10 +133,23 @@ class Experts(StackedParameters):
         for _, dropout in dropouts(self._ffn):
             dropout.p = float(rate)
 
-    def _stack(self, module: nn.Module, into: nn.Module, path: str = "") -> None:
+    @torch.no_grad()
+    def _initial(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
+        """First weights of the experts, (E, ...), made from a dense network's."""
+        parts = {name: self._units.cut(name, weight.detach()) for name, weight in dense.items()}
+        if init == "independent":
+            return {name: _independent(part[0], self.num_experts) for name, part in parts.items()}
+        part_E = [expert % self.parts for expert in range(self.num_experts)]
+        stacked = {name: torch.stack([part[number] for number in part_E]) for name, part in parts.items()}
+        if init == "drop":
+            for expert in range(self.num_experts):
+                self._units.redraw_({name: weight[expert] for name, weight in stacked.items()})
+        return stacked
+
+    def _stack(self, module: nn.Module, into: nn.Module, initial: Mapping[str, Tensor], path: str = "") -> None:
         """Stack the parameters of a module of the network and of those inside it; share modules without weights."""
         for name, parameter in module.named_parameters(recurse=False):
-            stacked = _initial(parameter.detach(), self.num_experts, self.expert_init)
+            stacked = initial[f"{path}.{name}".strip(".")]
             into.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
             self.stacked_shapes[f"{path}.{name}".strip(".")] = stacked.shape
             self._weights[path] = (*self._weights.get(path, ()), name)
@@ -133,7 +160,18 @@ class Experts(StackedParameters):
                 into.add_module(name, self._ffn.get_submodule(inside))
             else:
                 into.add_module(name, Stacked(self.num_experts))
-                self._stack(child, into.get_submodule(name), inside)
+                self._stack(child, into.get_submodule(name), initial, inside)
+
+    def _dense_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+        """The weights of a dense network in a state dict, by their names in the network."""
+        found = {name: state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict}
+        return {name: weight for name, weight in found.items() if weight.shape == self._ffn.get_parameter(name).shape}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        init = "drop" if self.expert_init == "drop" else "same"  # a dense network leaves nothing independent
+        for name, stacked in self._initial(self._dense_in(state_dict, prefix), init).items():
+            state_dict[prefix + name] = stacked
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The stacked parameters, named as in the dense network; plain tensors in replicas of nn.DataParallel."""
@@ -173,9 +211,12 @@ class Experts(StackedParameters):
 
     @torch.no_grad()
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of all networks of the layer, stacked and detached; ValueError if adapters are unmerged."""
+        """The weights of all dense networks that the experts are or join to, stacked and detached.
+
+        ValueError if adapters are unmerged, or parts are left over.
+        """
         self._require_merged(self.adapted())
-        return {name: stacked.detach() for name, stacked in self.expert_weights().items()}
+        return {name: self._units.join(name, stacked.detach()) for name, stacked in self.expert_weights().items()}
 
     def _require_merged(self, adapted: list[str]) -> None:
         if adapted:
@@ -251,8 +292,9 @@ class Experts(StackedParameters):
     @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
+        initial = self._initial(dict(ffn.named_parameters(remove_duplicate=False)), self.expert_init)
         for name, stacked in self.named_expert_parameters():
-            stacked.copy_(_initial(ffn.get_parameter(name), self.num_experts, self.expert_init))
+            stacked.copy_(initial[name])
 
     def init_weights(self) -> None:
         """Refuse with a RuntimeError: only the model knows how a dense network is initialised."""
@@ -278,9 +320,9 @@ def mean_over_experts(stacked: Tensor) -> Tensor:
     return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
 
 
-def _initial(tensor: Tensor, num_experts: int, init: str) -> Tensor:
-    """Copies of an initial weight; or the weight and normal draws with its mean and standard deviation."""
-    if init == "same" or tensor.is_meta:
+def _independent(tensor: Tensor, num_experts: int) -> Tensor:
+    """An initial weight, and normal draws with its mean and standard deviation."""
+    if tensor.is_meta:
         return torch.stack([tensor] * num_experts)
     mean, std = tensor.mean().item(), tensor.std(correction=0).item()
     return torch.stack([tensor, *(torch.empty_like(tensor).normal_(mean, std) for _ in range(num_experts - 1))])

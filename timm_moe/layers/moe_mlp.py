@@ -12,7 +12,7 @@ from torch.fx import Proxy
 
 from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
-from .experts import Experts, dropouts
+from .experts import Experts, dropouts, mean_over_experts
 from .functional import in_plain_operators, kept_whole
 from .living import living, register
 from .recording_router import RecordingRouter, in_backward
@@ -77,8 +77,7 @@ class MoeMlp(Experts):
                 f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
                 "with router='top_k'."
             )
-        loaded = {name: state_dict.get(prefix + name) for name in self.stacked_shapes}
-        if any(x is not None and x.shape == self.stacked_shapes[name][1:] for name, x in loaded.items()):
+        if self._dense_in(state_dict, prefix):
             self._complete_dense(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -182,6 +181,8 @@ class MoeMlp(Experts):
 class SharedExpertMlp(MoeMlp):
     """An expert layer with a shared expert, whose output is added for every row without a gate (ViMoE, section 3.3).
 
+    It has the width of the other experts: with ``expert_width`` it is the first part of the dense network.
+
     Args:
         shared_init: weights of the shared expert, here and when a dense checkpoint is loaded: ``"pretrained"``, a copy
             of the dense network, or ``"zero_out"``, the same with a last linear layer of zeros, so that it adds nothing
@@ -196,7 +197,7 @@ class SharedExpertMlp(MoeMlp):
     def __init__(self, ffn: nn.Module, *args: Any, shared_init: str = "pretrained", **kwargs: Any):
         check_choice("shared_init", shared_init, self.SHARED_INITS)
         super().__init__(ffn, *args, **kwargs)
-        self.shared = copy.deepcopy(ffn)
+        self.shared = self._units.narrow_(copy.deepcopy(ffn))
         self.shared_init = shared_init
         self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
         for path, module in dropouts(self._ffn):
@@ -205,13 +206,13 @@ class SharedExpertMlp(MoeMlp):
     def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The first weights of the shared expert, made from a dense network's by ``shared_init``."""
         *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
+        first = {name: self._units.cut(name, weight)[0].contiguous() for name, weight in dense.items()}
         at_zero = [name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")]
-        return {**dense, **{name: torch.zeros_like(dense[name]) for name in at_zero}}
+        return {**first, **{name: torch.zeros_like(first[name]) for name in at_zero}}
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
-        dense = {name: state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict}
-        for name, value in self._initial_shared(dense).items():
+        for name, value in self._initial_shared(self._dense_in(state_dict, prefix)).items():
             state_dict.setdefault(f"{prefix}shared.{name}", value)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
@@ -220,11 +221,18 @@ class SharedExpertMlp(MoeMlp):
         self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
 
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of the routed experts, and the shared expert as the last."""
+        """The weights of the routed experts, and the shared expert as the last.
+
+        The parts of a dense network that the shared expert lacks are the mean of the routed ones.
+        """
         own = dict(self.shared.named_parameters())
         self._require_merged([f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in own])
-        routed = super().stacked_weights()
-        return {name: torch.cat([w, self.shared.get_parameter(name).detach()[None]]) for name, w in routed.items()}
+        networks = super().stacked_weights()
+        for name, routed in networks.items():
+            parts = self._units.cut(name, mean_over_experts(routed)).clone()
+            parts[0] = self.shared.get_parameter(name).detach()
+            networks[name] = torch.cat([routed, self._units.join(name, parts)])
+        return networks
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Add the shared expert's output to the routed experts'; a given routing is for the latter."""

@@ -102,7 +102,8 @@ class FusedMlp(MoeMlp):
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
-        self._warn_of_copies()
+        if self.expert_init != "drop":
+            self._warn_of_copies()
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """Return the fused network as the only one."""

@@ -93,15 +93,16 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     Frozen experts are averaged too.
 
     Raises:
-        ValueError: unless 0 <= beta <= (E - 1) / E, if there are no expert layers, if they are sharded along the
-            dimension of the experts or held in flat pieces (FSDP1), if they are computed from other parameters
-            (pruned, weight-normed), or if they have adapters (PEFT); nothing is averaged then.
+        ValueError: unless 0 <= beta <= (E - 1) / E, and 0 for experts of a part of the hidden width; if there are no
+            expert layers, if they are sharded along the dimension of the experts or held in flat pieces (FSDP1), if
+            they are computed from other parameters (pruned, weight-normed), or if they have adapters (PEFT); nothing is
+            averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
         raise ValueError(f"{type(model).__name__} has no expert layers to average.")
     for layer in layers:
-        check_share_rate(beta, layer.num_experts, "beta")
+        check_share_rate(beta, layer.num_experts, "beta", layer.parts)
     once = {id(stacked): stacked for layer in layers for stacked in _averageable(layer)}
     for stacked in once.values():
         average_(stacked, beta)
@@ -308,7 +309,7 @@ class ExpertWeightAveraging:
         else:
             stated = [self._stated(layer) for layer in layers]
         for (rate, _), layer in zip(stated, layers, strict=True):
-            check_share_rate(rate, layer.num_experts)
+            check_share_rate(rate, layer.num_experts, parts=layer.parts)
         return [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
 
     def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
