@@ -36,6 +36,7 @@ FAMILIES = {
     "image-level": ("vimoe_s14", dict(capacity_factor=1.0)),
     "shared expert": ("vimoe_s14_shared", {}),
     "WideNet": ("widenet_b", {}),
+    "fine-grained": ("vit_tiny_moe", dict(top_k=2, expert_width=0.5, shared_expert=True)),
     "expert choice": ("vit_tiny_moe", dict(router="expert_choice", capacity_factor=1.5)),
     "Soft MoE": ("soft_moe_s16", dict(moe_layers="every-2", slots_per_expert=2)),
     "pBE": ("vmoe_pbe_s32", dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance")),

@@ -117,6 +117,18 @@ def test_there_and_back(name, router):
     outputs(converted)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_halves_of_the_hidden_units(name):
+    model, _ = make(name)
+    expected = outputs(model)
+    options = dict(top_k=2, gate_mode="one", expert_width=0.5)
+    layers = timm_moe.moe_layers(timm_moe.convert_to_moe(model, 4, router="top_k", **options))
+    for layer in layers.values():
+        nn.init.zeros_(layer.router.weight)  # the first two experts, both halves of one copy
+    torch.testing.assert_close(outputs(model), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(timm_moe.to_dense(model)), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_dtype_mode_and_what_is_frozen_are_kept():
     model, _ = make("torchvision's ViT")
     model.bfloat16().train()

@@ -224,6 +224,7 @@ NAMES = (
     "num_experts",
     "expert_init",
     "replaced",
+    "parts",
     "forward",
     "_shared",
     "_weights",

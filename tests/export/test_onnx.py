@@ -43,6 +43,7 @@ ROUTED = [
     ("vit_tiny_moe", dict(top_k=2, eval_capacity_factor=0.6, group_images=1)),
     ("vmoe_b16", dict(top_k=2, gate_mode="renorm")),
     ("vimoe_s14_shared", {}),
+    ("vit_tiny_moe", dict(top_k=2, expert_width=0.5, shared_expert=True)),
     ("vimoe_s14", dict(top_k=2, eval_capacity_factor=1.0)),
     ("widenet_b", dict(eval_capacity_factor=0.8, capacity_rounding="floor")),
     ("vit_tiny_ewa_moe", dict(router="expert_choice", capacity_factor=1.5)),

@@ -295,7 +295,7 @@ def test_compiles_as_one_graph(training):
 
 
 def test_an_unknown_init():
-    with pytest.raises(ValueError, match="expert_init must be one of same, independent, got 'zeros'"):
+    with pytest.raises(ValueError, match="expert_init must be one of same, independent, drop, got 'zeros'"):
         moe(expert_init="zeros")
 
 

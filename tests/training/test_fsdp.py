@@ -78,6 +78,10 @@ MODELS = {
         dict(model_name="vit_tiny_moe", num_experts=6, router="expert_choice", noise_std=0.0, share_rate=0.3),
         True,
     ),
+    "fine-grained": (
+        dict(model_name="vit_tiny_moe", num_experts=8, top_k=4, expert_width=0.25, shared_expert=True, group_images=2),
+        True,
+    ),
     "Soft MoE": (dict(model_name="soft_moe_s16", num_experts=6, moe_layers="every-2", share_rate=0.3), True),
     # Each rank has half of the images, in a routing group of their own.
     "top-k": (
@@ -134,7 +138,7 @@ def training_worker(rank, folder, name):
     other = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, other, state, options=options)
-    if name != "fused":  # which are never averaged
+    if name not in ("fused", "fine-grained"):  # which are never averaged
         averaging = ExpertWeightAveraging(model, other, total_updates=5)
         averaging.seek(ExpertWeightAveraging.of(optimizer).updates)
         assert averaging.updates == STEPS

@@ -42,7 +42,7 @@ class HiddenUnits:
     def __init__(self, ffn: nn.Module, expert_width: float = 1, is_needed: bool = False):
         check_number("expert_width", expert_width, 0, above=True)
         self.parts = round(1 / expert_width)
-        if abs(self.parts * expert_width - 1) > 0.01:  # 0.33 is a third
+        if abs(self.parts * expert_width - 1) > 0.015:  # 0.33 is a third
             raise ValueError(
                 f"expert_width must be 1 divided by a whole number, such as 0.5 or 0.25, got {expert_width!r}."
             )

@@ -206,7 +206,7 @@ class SharedExpertMlp(MoeMlp):
     def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The first weights of the shared expert, made from a dense network's by ``shared_init``."""
         *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
-        first = {name: self._units.cut(name, weight)[0].contiguous() for name, weight in dense.items()}
+        first = {name: self._units.cut(name, weight)[0].clone() for name, weight in dense.items()}
         at_zero = [name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")]
         return {**first, **{name: torch.zeros_like(first[name]) for name in at_zero}}
 
