@@ -244,6 +244,7 @@ def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path)
 SIZE = ["img_size=32", "patch_size=8", "embed_dim=32", "depth=4", "num_heads=2"]
 FAMILIES = {
     "vimoe_s14_shared": ["num_experts=3"],
+    "vit_xtiny_moe": ["num_experts=8", "top_k=4", "expert_width=0.25", "shared_expert=True", "expert_init=drop"],
     "soft_moe_s16": ["num_experts=3", "moe_layers=tail-2", "slots_per_expert=2"],
     "vit_tiny_moe": ["router=expert_choice", "num_experts=3"],
     "vmoe_s32": ["num_experts=4", "score=sigmoid", "gate_mode=renorm", "balance=bias", "z_loss_weight=0.001"],

@@ -21,12 +21,13 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
         model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are taken off.
         method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``, ``"topk"``,
             ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. A shared expert counts as one of the experts.
+            Experts of a part of the hidden units (``expert_width``) are first joined to whole networks.
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
 
     Raises:
         ValueError: if the model has no expert layers or holds them in pieces (FSDP), some of its weights are elsewhere
             (offloaded by accelerate), the method is unknown or does not fit the networks (only ``"average"`` fits fused
-            ones), or ``svd_ratio`` is not above 0 and at most 1.
+            ones), ``num_experts`` leaves parts over, or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
     require_weights(model, or_none=True)

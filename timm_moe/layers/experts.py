@@ -139,10 +139,10 @@ class Experts(StackedParameters):
         parts = {name: self._units.cut(name, weight.detach()) for name, weight in dense.items()}
         if init == "independent":
             return {name: _independent(part[0], self.num_experts) for name, part in parts.items()}
-        part_E = [expert % self.parts for expert in range(self.num_experts)]
-        stacked = {name: torch.stack([part[number] for number in part_E]) for name, part in parts.items()}
+        experts = range(self.num_experts)
+        stacked = {name: torch.stack([part[e % self.parts] for e in experts]) for name, part in parts.items()}
         if init == "drop":
-            for expert in range(self.num_experts):
+            for expert in experts:
                 self._units.redraw_({name: weight[expert] for name, weight in stacked.items()})
         return stacked
 

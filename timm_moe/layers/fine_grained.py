@@ -77,17 +77,17 @@ class HiddenUnits:
     @torch.no_grad()
     def _add_up(self, ffn: nn.Module, width: int) -> bool:
         """Run a network of random weights and its parts on a few rows, in eval mode."""
-        generator, size = torch.Generator("cpu").manual_seed(0), self.size
-        random = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
-        shapes = {name: parameter.shape for name, parameter in ffn.named_parameters()}
-        parts = next((parts for parts in (self.parts, *range(2, size)) if parts > 1 and size % parts == 0), size)
+        random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32)
+        divisors = (number for number in (self.parts, *range(2, self.size)) if number > 1 and self.size % number == 0)
+        parts, network = next(divisors, self.size), copy.deepcopy(ffn).eval()
         try:
-            dense = {name: random(*shape) / width**0.5 for name, shape in shapes.items()}
-            cut = {name: self.cut(name, weight, parts) for name, weight in dense.items()}
-            network, x = copy.deepcopy(ffn).eval(), random(4, width)
-            whole = with_tensors(network, dense, {})(x)
-            added = sum(with_tensors(network, {name: w[m] for name, w in cut.items()}, {})(x) for m in range(parts))
-            return torch.allclose(added, whole, rtol=0, atol=1e-4 * whole.abs().max().item())
+            with torch.device("cpu"):
+                dense = {name: random(weight.shape) / width**0.5 for name, weight in ffn.named_parameters()}
+                cut = {name: self.cut(name, weight, parts) for name, weight in dense.items()}
+                x = random(4, width)
+                whole = with_tensors(network, dense, {})(x)
+                each = [with_tensors(network, {name: w[m] for name, w in cut.items()}, {})(x) for m in range(parts)]
+            return torch.allclose(sum(each), whole, rtol=0, atol=1e-4 * whole.abs().max().item())
         except Exception:  # a foreign network may raise anything
             return False
 
@@ -122,12 +122,11 @@ class HiddenUnits:
     @torch.no_grad()
     def narrow_(self, ffn: nn.Module) -> nn.Module:
         """Make the first part of a dense network, in place."""
-        for name, parameter in ffn.named_parameters():
-            if self.parts > 1:
+        if self.parts > 1:
+            for name, parameter in ffn.named_parameters():
                 parameter.data = self.cut(name, parameter.detach())[0].clone()
-        for module in ffn.modules():
-            if self.parts > 1 and isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
+            for linear in (module for module in ffn.modules() if isinstance(module, nn.Linear)):
+                linear.out_features, linear.in_features = linear.weight.shape
         return ffn
 
     def redraw_(self, weights: Mapping[str, Tensor]) -> None:
