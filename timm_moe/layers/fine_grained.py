@@ -130,7 +130,7 @@ class HiddenUnits:
         return ffn
 
     def redraw_(self, weights: Mapping[str, Tensor]) -> None:
-        """Draw half of an expert's hidden units again, in place (Drop-Upcycling, section 3).
+        """Draw half of an expert's hidden units again, in place (Drop-Upcycling).
 
         The new weights of a matrix are normal, with mean and standard deviation of the ones that they replace.
         """
