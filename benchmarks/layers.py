@@ -1,5 +1,6 @@
 """Expert layers, compared with timm's Mlp of equal active FLOPs: forward and backward time, and saved memory."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -8,7 +9,18 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 import timm_moe
-from timm_moe.layers import EnsembleRouter, EwaMlp, ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter
+from timm_moe.layers import (
+    CosineRouter,
+    EnsembleRouter,
+    EwaMlp,
+    ExpertChoiceRouter,
+    ImageRouter,
+    MoeMlp,
+    SharedExpertMlp,
+    SoftMoeMlp,
+    SoftRouter,
+    TopKRouter,
+)
 
 from .protocol import Contest, Row, Setting, Work, run
 
@@ -26,6 +38,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 def contests(setting: Setting) -> Iterator[Contest]:
     x = torch.randn(setting.pick(64, 128), TOKENS, WIDTH, device=setting.device)
+    slots = math.ceil(TOKENS / 8)
     layers: dict[str, Callable[[], nn.Module]] = {
         "dense": mlp,
         "random partition, 2 experts": lambda: EwaMlp(mlp(), 2),
@@ -35,8 +48,12 @@ def contests(setting: Setting) -> Iterator[Contest]:
         "top-1 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, capacity_factor=1.05), 8),
         "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
         "pBE, two members, top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8),
+        "top-1 of 8, cosine score": lambda: MoeMlp(mlp(), router(8, kind=CosineRouter), 8),
+        "Expert Choice of 8": lambda: MoeMlp(mlp(), ExpertChoiceRouter(WIDTH, 8), 8),
+        "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, slots), 8),
     }
-    yield Contest("layer, one expert a row", training(layers, x, setting))
+    notes = {"Soft MoE of 8": f"{8 * slots} slots for the {TOKENS} tokens of an image"}
+    yield Contest("layer, one expert a row", training(layers, x, setting), notes)
     layers = {
         "dense": lambda: mlp(2 * HIDDEN),
         "top-2 of 8": lambda: MoeMlp(mlp(), router(8, 2), 8),
