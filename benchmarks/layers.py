@@ -26,6 +26,7 @@ from .protocol import Contest, Row, Setting, Work, run
 
 WIDTH, HIDDEN, TOKENS = 384, 1536, 197  # ViT-S/16 at 224 px
 BALANCE = {"balance": 0.01}
+SIGMOID = {"score": "sigmoid", "bias_rate": 0.001}
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -49,6 +50,9 @@ def contests(setting: Setting) -> Iterator[Contest]:
         "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
         "pBE, two members, top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8),
         "top-1 of 8, cosine score": lambda: MoeMlp(mlp(), router(8, kind=CosineRouter), 8),
+        "top-1 of 8, sigmoid and bias": lambda: MoeMlp(mlp(), TopKRouter(WIDTH, 8, **SIGMOID), 8),
+        "top-2 of 16 halves": lambda: MoeMlp(mlp(), router(16, 2), 16, expert_width=0.5),
+        "top-3 of 32 quarters and a shared one": lambda: SharedExpertMlp(mlp(), router(32, 3), 32, expert_width=0.25),
         "Expert Choice of 8": lambda: MoeMlp(mlp(), ExpertChoiceRouter(WIDTH, 8), 8),
         "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, slots), 8),
     }
