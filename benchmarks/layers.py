@@ -1,5 +1,6 @@
 """Expert layers, compared with timm's Mlp of equal active FLOPs: forward and backward time, and saved memory."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -8,12 +9,24 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 import timm_moe
-from timm_moe.layers import EnsembleRouter, EwaMlp, ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter
+from timm_moe.layers import (
+    CosineRouter,
+    EnsembleRouter,
+    EwaMlp,
+    ExpertChoiceRouter,
+    ImageRouter,
+    MoeMlp,
+    SharedExpertMlp,
+    SoftMoeMlp,
+    SoftRouter,
+    TopKRouter,
+)
 
 from .protocol import Contest, Row, Setting, Work, run
 
 WIDTH, HIDDEN, TOKENS = 384, 1536, 197  # ViT-S/16 at 224 px
 BALANCE = {"balance": 0.01}
+SIGMOID = {"score": "sigmoid", "bias_rate": 0.001}
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -26,6 +39,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 def contests(setting: Setting) -> Iterator[Contest]:
     x = torch.randn(setting.pick(64, 128), TOKENS, WIDTH, device=setting.device)
+    slots = math.ceil(TOKENS / 8)
     layers: dict[str, Callable[[], nn.Module]] = {
         "dense": mlp,
         "random partition, 2 experts": lambda: EwaMlp(mlp(), 2),
@@ -35,8 +49,15 @@ def contests(setting: Setting) -> Iterator[Contest]:
         "top-1 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, capacity_factor=1.05), 8),
         "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
         "pBE, two members, top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8),
+        "top-1 of 8, cosine score": lambda: MoeMlp(mlp(), router(8, kind=CosineRouter), 8),
+        "top-1 of 8, sigmoid and bias": lambda: MoeMlp(mlp(), TopKRouter(WIDTH, 8, **SIGMOID), 8),
+        "top-2 of 16 halves": lambda: MoeMlp(mlp(), router(16, 2), 16, expert_width=0.5),
+        "top-3 of 32 quarters and a shared one": lambda: SharedExpertMlp(mlp(), router(32, 3), 32, expert_width=0.25),
+        "Expert Choice of 8": lambda: MoeMlp(mlp(), ExpertChoiceRouter(WIDTH, 8), 8),
+        "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, slots), 8),
     }
-    yield Contest("layer, one expert a row", training(layers, x, setting))
+    notes = {"Soft MoE of 8": f"{8 * slots} slots for the {TOKENS} tokens of an image"}
+    yield Contest("layer, one expert a row", training(layers, x, setting), notes)
     layers = {
         "dense": lambda: mlp(2 * HIDDEN),
         "top-2 of 8": lambda: MoeMlp(mlp(), router(8, 2), 8),

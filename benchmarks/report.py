@@ -159,7 +159,7 @@ def _chart_layers(machine: str, results: Results) -> None:
     keys = [key for dtype in ("float32", "bfloat16") if (key := f"layers {dtype} eager neutral") in results]
     if not keys:
         return
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     for number, key in enumerate(keys):
         rows = [Row(**row) for row in results[key]["rows"] if row["unit"] == "ms" and row["entry"] != "dense"]

@@ -8,6 +8,7 @@ from . import (
     finetuning,
     nearest,
     recipe,
+    routers,
     routing,
     scratch,
     search,
@@ -18,6 +19,6 @@ from . import (
 
 _MODULES = (
     *(scratch, search, confirmation, finetuning),
-    *(recipe, nearest, routing, ablations, vimoe, widenet, students, ensembles),
+    *(recipe, nearest, routers, routing, ablations, vimoe, widenet, students, ensembles),
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

@@ -1,6 +1,7 @@
 """The catalogue of studies: every training can be run, and the additions to train.py do what they say."""
 
 import importlib.util
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from timm.utils import ParseKwargs
 from tiny_study import DENSE, EWA, SCRIPTS, needs_scripts, small_study
 
 from studies import callbacks, candidates, corruptions, images
@@ -21,6 +23,7 @@ from studies.runs import Place, Run
 from studies.study import Arm
 from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.analysis.data import image_folder
+from timm_moe.info import evaluation_cost, parameters, weightless_model
 
 
 def test_corruptions_are_the_same_for_every_model_and_of_the_stated_strength(folder):
@@ -87,6 +90,20 @@ def test_what_a_study_states_can_be_run(folder):
                 assert run.stated()
                 used = {use.name: Path("used") for use in training.uses}
                 assert "{" not in " ".join(run._train_command(used))
+
+
+@pytest.mark.parametrize("size", STUDIES["routers"].sizes.values(), ids=STUDIES["routers"].sizes)
+def test_compared_routers_cost_and_hold_the_same(size):
+    parser = ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", action=ParseKwargs)
+    macs, held = {}, {}
+    for arm in size.arms:
+        kwargs = parser.parse_args(["--model-kwargs", *size.kwargs, *arm.training.kwargs]).model_kwargs or {}
+        model = weightless_model(size.models[arm.training.model], **kwargs)
+        macs[arm.name], held[arm.name] = evaluation_cost(model).macs, parameters(model)
+    assert macs == dict.fromkeys(macs, pytest.approx(macs["dense"], rel=0.05))
+    del held["dense"]
+    assert held == dict.fromkeys(held, pytest.approx(held["top-1 of 8"], rel=0.05))
 
 
 @pytest.mark.parametrize("size", STUDIES["students"].sizes.values(), ids=STUDIES["students"].sizes)
