@@ -51,6 +51,10 @@ EXPECTED = {
     ("ViMoE", "table 4"): [46.8414, 48.4575],
     ("ViMoE", "table 5"): [38.9102, 35.4837, 33.5932, 132.6086],
     ("ViMoE", "section 4.2"): [32, 64, 64],
+    # parameters, then operations: logits and mixtures are 3 N S D multiply-adds, S slots pass an expert
+    ("Soft MoE", "table 8"): [
+        *(933.7110, 8.5542, 1.8414, 13.1239, 3.7076, 31.8305, 13.1273, 110.6849, 54.1774, 341.3741),
+    ],
     ("pBE", "table 26"): [
         *(36.4655, 166.6804, 166.6804, 102.1116, 394.9515, 394.9515, 100.4550, 393.2950, 393.2950),
         *(325.3083, 845.7849, 845.7849, 323.0995, 843.5762, 843.5762, 655.8353, 2688.6481, 2688.6481),
@@ -115,6 +119,7 @@ def test_the_models_have_what_the_papers_print_or_the_reason_is_given(values):
     ]
     assert differing == [
         *[("WideNet", "27"), ("ViMoE", "78.8"), ("ViMoE", "4.25"), ("ViMoE", "50")],
+        *[("Soft MoE", printed) for printed in ("13.2", "32.0", "111.1", "342.4")],
         *[("pBE", printed) for printed in ("94.8", "132.1", "90.2", "92.8", "180.3", "185.4", "-47")],
     ]
 

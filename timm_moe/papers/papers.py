@@ -23,7 +23,7 @@ from ..models.publications import PUBLICATIONS
 from ..models.registration import SIZES
 
 #: The papers whose figures are measured here, in the order of the page, with their arXiv numbers.
-PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", "ViMoE", "pBE")}
+PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", "ViMoE", "Soft MoE", "pBE")}
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ ACTIVATED = _of_module(
 DENSE = _of_module("parameters of the dense model (M)", lambda model: _dense_parameters(model) / 1e6)
 RATIO = _of_module("parameters / the dense model's", lambda model: parameters(model) / _dense_parameters(model))
 MACS = _of_module("MACs (G)", _gmacs)
+GFLOPS = _of_module("GFLOPs", lambda model: 2 * evaluation_cost(model).macs / 1e9)
 LINEAR_MACS = _of_module("MACs (G) without attention's products", lambda model: _gmacs(model, attention=False))
 SEGMENTATION_MACS = _of_module(
     "MACs (G) with ADE20K's classifier",
@@ -201,6 +202,19 @@ def _vimoe() -> Iterator[Figure]:
         yield Figure("ViMoE", "section 4.2", "vimoe_s14", ROUTES, degree, _vimoe_options(experts, blocks))
 
 
+def _soft_moe() -> Iterator[Figure]:
+    jft = dict(num_classes=29593)
+    for size, quantity, printed, gflops, reason in [
+        ("s16", PARAMETERS, "933", "8.6", ""),
+        ("s14", BILLIONS, "1.8", "13.2", "0.6 % below"),
+        ("b16", BILLIONS, "3.7", "32.0", "0.5 % below"),
+        ("l16", BILLIONS, "13.1", "111.1", "0.4 % below"),
+        ("h14", BILLIONS, "54.1", "342.4", "0.3 % below"),
+    ]:
+        yield Figure("Soft MoE", "table 8", f"soft_moe_{size}", quantity, printed, jft, floor=True)
+        yield Figure("Soft MoE", "table 8", f"soft_moe_{size}", GFLOPS, gflops, jft, reason)
+
+
 #: Options of the models of pre-training (JFT has 18,291 classes), and of fine-tuning.
 _UPSTREAM, _DOWNSTREAM = dict(num_classes=18291, pre_logits=True), dict(img_size=384, capacity_factor=1.5)
 
@@ -255,6 +269,7 @@ FIGURES: list[Figure] = [
     Figure("EWA", "table 1", "vit_small_moe", RATIO, "3.25", dict(num_experts=8)),
     *_widenet_and_ones(),
     *_vimoe(),
+    *_soft_moe(),
     *_pbe(),
 ]
 
