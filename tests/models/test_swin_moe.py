@@ -36,6 +36,7 @@ def test_the_published_places_options_and_parameters(name):
         assert type(router) is (CosineRouter if name.endswith("cosine") else TopKRouter)
         assert (router.top_k, router.noise_std, router.batch_priority, router.gate_mode) == (1, 1.0, True, "prob")
         assert (router.capacity_factor, router.eval_capacity_factor) == (1.25, None)
+        assert (router.capacity_rounding, router.capacity_multiple) == ("floor", 32 // experts)
         assert router.loss_weights == {"importance": 0.005, "load": 0.005}
         assert layer.drop1.p == 0.1
         expected += (experts - 1) * (8 * width**2 + 5 * width)  # fc1, fc2 and their biases
@@ -55,6 +56,41 @@ def test_the_last_biases_are_zero_and_stay_it():
     assert untrained == {name for name in model.state_dict() if name.endswith("mlp.fc2.bias")}
     optimizer.step()
     assert not any(model.state_dict()[name].any() for name in untrained)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "cosine"])
+def test_initial_weights_of_linear_layers_have_the_published_deviation(score, again):
+    model = small(score=score, embed_dim=64)
+    if again:
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        model.init_weights()
+    layer = model.layers[3].blocks[1].mlp
+    gate = layer.router.projection if score == "cosine" else layer.router.weight
+    drawn = [layer.fc1.weight, layer.fc2.weight, gate, model.layers[0].blocks[0].attn.qkv.weight]
+    drawn += [model.layers[0].blocks[0].mlp.fc1.weight, model.layers[1].downsample.reduction.weight]
+    for weight in drawn:
+        assert weight.std().item() == pytest.approx(0.005, rel=0.1)
+    assert layer.fc1.weight[0].ne(layer.fc1.weight[1]).all()
+    assert not any(bias.any() for bias in (layer.fc1.bias, layer.fc2.bias))
+    if score == "cosine":
+        assert layer.router.weight.std().item() == pytest.approx(0.01, rel=0.1)
+        assert not layer.router.projection_bias.any()
+
+
+def test_weight_decay_is_that_of_the_reference():
+    """It spares biases, norms, position biases and all of a cosine router, but not the linear gate."""
+    for score in ("softmax", "cosine"):
+        model = small(score=score)
+        groups = timm.optim.create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.1).param_groups
+        decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+        spared = [name for name, parameter in model.named_parameters() if id(parameter) not in decayed]
+        routers = {name for name in spared if ".router." in name}
+        assert len(routers) == (8 if score == "cosine" else 0)
+        rest = [name for name in spared if name not in routers]
+        assert all(name.endswith(("bias", "relative_position_bias_table")) or "norm" in name for name in rest)
+        assert len({name for name in rest if name.endswith("relative_position_bias_table")}) == 6
 
 
 def test_dense_weights_go_into_every_expert(tmp_path):

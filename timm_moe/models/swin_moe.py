@@ -7,27 +7,68 @@ from timm.models import generate_default_cfgs, model_entrypoint
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
+from ..convert.blocks import moe_layers
+from ..convert.dense import swapped_for_dense
 from ..integrations.timm import build_instead
-from .ewa import expert_class
-from .mixin import note_dense_form
+from ..layers import CosineRouter, TopKRouter
+from .mixin import MoeMixin, note_dense_form
 from .registration import Variant, register_variants
 
 __all__ = ["MoeSwinTransformer"]  # timm adds the entrypoints
 
-MoeSwinTransformer = expert_class(SwinTransformer)
+#: Standard deviation of the initial weights of all linear layers, gates included (``INIT_STD`` of the reference).
+INIT_STD = 0.005
+
+
+class MoeSwinTransformer(MoeMixin, SwinTransformer):
+    """SwinTransformer with expert layers, with the initial weights and the weight decay of Swin-MoE's reference."""
+
+    stock_class = SwinTransformer
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._init_routers()
+
+    def init_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Initialise as in a new model."""
+        with swapped_for_dense(self):  # so that the experts follow the layers that are drawn here
+            super().init_weights(*args, **kwargs)
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.trunc_normal_(module.weight, std=INIT_STD)
+        self._init_routers()
+
+    def _init_routers(self) -> None:
+        for layer in moe_layers(self).values():
+            if isinstance(layer.router, CosineRouter):
+                nn.init.trunc_normal_(layer.router.projection, std=INIT_STD)
+                nn.init.zeros_(layer.router.projection_bias)
+            elif isinstance(layer.router, TopKRouter):
+                nn.init.trunc_normal_(layer.router.weight, std=INIT_STD)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names of parameters without weight decay: biases, and all of a cosine router."""
+        routers = [name for name, module in self.named_modules() if isinstance(module, CosineRouter)]
+        return {
+            *super().no_weight_decay(),
+            *(name for name, _ in self.named_parameters() if name.rpartition(".")[0] in routers),
+        }
+
 
 #: Arguments that make timm's Swin the size of Swin-MoE; its exported form needs them too.
 _SIZE: dict[str, Any] = dict(img_size=192, window_size=12)
 #: Swin-MoE in pre-training (the reference's configurations): every other block of stage 3, the last of stage 4.
 _SWIN_MOE: dict[str, Any] = {
     **dict(moe_layers="last-10", expert_dropout=0.1),
-    **dict(router="top_k", top_k=1, noise_std=1.0, capacity_factor=1.25, batch_priority=True),
+    **dict(router="top_k", top_k=1, noise_std=1.0, batch_priority=True),
+    **dict(capacity_factor=1.25, capacity_rounding="floor"),
     **dict(aux_loss="importance+load", aux_loss_weight=0.01, score="softmax"),
 }
 
 
 def _variant(description: str, size: str, num_experts: int, **options: Any) -> Variant:
-    args = {**_SIZE, **_SWIN_MOE, "num_experts": num_experts, **options}
+    # Tutel's capacity is a multiple of the processes that share an expert; the reference trained with 32.
+    args = {**_SIZE, **_SWIN_MOE, "num_experts": num_experts, "capacity_multiple": 32 // num_experts, **options}
     return Variant(description, f"swin_{size}_patch4_window7_224", args)
 
 
