@@ -108,7 +108,7 @@ _LEGEND = """\
 *Model* is a registered name with the options that make it the paper's model, as `timm.create_model` and
 `--model-kwargs` take them; a `vit_*_patch*` is timm's own, a dense model that the paper compares with. *Paper* is the
 number as printed (some are not legible in the copy at hand), *here* is what the model has. If they still differ after
-rounding to the printed digits (WideNet, OneS and Soft MoE's parameters are cut off instead), the last column says why,
+rounding to the printed digits (parameters of WideNet, OneS and Soft MoE are cut off instead), the last column says why,
 or how far if that is not known. The quantities:
 
 - *parameters*: all of the model in training. *Activated*: those that one token passes through, the routers not counted;
@@ -118,7 +118,7 @@ or how far if that is not known. The quantities:
 - *MACs*: of evaluating one image, counted as fvcore does: multiply-adds of linear layers, convolutions and attention's
   two products, and 5 for each number that a layer norm puts out. The paper calls them FLOPs. ADE20K's classifier is a
   linear layer from each patch to 150 classes.
-- *GFLOPs*: as above. The paper does not say which operations it counts.
+- *GFLOPs*: as in the first table. The paper does not say which operations it counts.
 - *training cost*: operations of a forward and a backward for one image, a multiply-add counted as two, in units of
   2^30. Experts compute as many rows as their capacity allows. The paper does not say how it counts; why its V-MoE costs
   less outside the experts than its ViT, and H/14 more than its size suggests, is not known.

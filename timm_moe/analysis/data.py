@@ -15,7 +15,16 @@ from ..checkpoints.source import ModelSpec, load_source
 from ..model_config import get_pretrained_cfg, preprocessing
 from .images import FolderImages, FolderReader, UnreadableImage, image_folder
 
-__all__ = ["Inference", "batches", "class_names", "describe_source", "image_folder", "image_mode", "load_classifiers"]
+__all__ = [
+    "Inference",
+    "batches",
+    "class_names",
+    "describe_source",
+    "image_bytes",
+    "image_folder",
+    "image_mode",
+    "load_classifiers",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -149,6 +158,14 @@ def image_mode(model: nn.Module) -> str:
     """Return the mode of Pillow that a model's images have: that of its training, or as in timm's validate.py."""
     stated = getattr(model, "args_of_images", {}).get("input_img_mode")
     return stated or ("RGB" if preprocessing(model)["input_size"][0] == 3 else "L")
+
+
+def image_bytes(images: Tensor, model: nn.Module) -> Tensor:
+    """Return a model's images, (B, 3, H, W), as the bytes that they were before they were normalised."""
+    config = preprocessing(model)
+    mean, std = (torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
+    pixels = ((images.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
+    return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]
 
 
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:

@@ -3,7 +3,8 @@
 import csv
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..console import printable
 from ..files import publish, staged, write_json
+from .mixtures import Mixture
 from .routing_statistics import Routes
 
 _logger = logging.getLogger(__name__)
@@ -55,23 +57,46 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
         contents: content of the JSON file.
         output_dir: folder to make or fill. An old plot does not stay beside new numbers.
     """
+    rows = (
+        [routes.layer, name, expert, share]
+        for routes in all_routes
+        for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True)
+        for expert, share in enumerate(shares)
+    )
+    _write(contents, [["layer", "class", "expert", "share"], *rows], partial(plot, all_routes), output_dir)
+
+
+def write_mixtures(
+    mixtures: Sequence[Mixture], image: Tensor, contents: dict[str, Any], output_dir: str | Path
+) -> None:
+    """Write the same files on the first image that :func:`timm_moe.analysis.mixtures.collect_mixtures` gives."""
+    rows = (
+        [mixture.layer, name, row, column, weight]
+        for mixture in mixtures
+        for name, weights in mixture.maps().items()
+        for row, of_row in enumerate(weights[0].tolist())
+        for column, weight in enumerate(of_row)
+    )
+    head = ["layer", "map", "row", "column", "weight"]
+    _write(contents, [head, *rows], partial(plot_mixtures, mixtures, image), output_dir)
+
+
+def _write(
+    contents: dict[str, Any], table: Sequence[Sequence[Any]], draw: Callable[[Path], None], output_dir: str | Path
+) -> None:
     with staged(output_dir) as temporary:
         folder = temporary / "routes"
         folder.mkdir()
         write_json(folder / "routes.json", contents)
         with open(folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(["layer", "class", "expert", "share"])
-            for routes in all_routes:
-                for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True):
-                    writer.writerows([routes.layer, name, expert, share] for expert, share in enumerate(shares))
+            csv.writer(stream).writerows(table)
         if find_spec("matplotlib") is None:
             _logger.warning("There is no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
         else:
             from matplotlib import rc_context
 
             with rc_context({"text.parse_math": False, "text.usetex": False}):  # a class may be called $x$
-                plot(all_routes, folder / "routes.png")
+                draw(folder / "routes.png")
         publish(folder, Path(output_dir), FILES)
 
 
@@ -117,4 +142,24 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
     bar.set_label("share of the class", fontsize=8)
     figure.suptitle("Which expert sees which class? Darker is more.", fontsize=9, fontweight="bold")
     bar.ax.tick_params(labelsize=7)
+    figure.savefig(file, format="png", dpi=130)
+
+
+def plot_mixtures(mixtures: Sequence[Mixture], image: Tensor, file: Path) -> None:
+    """Draw an image, (3, H, W) bytes, and the maps of its patches beside it into one PNG, a row for each layer."""
+    from matplotlib.figure import Figure
+
+    maps = [mixture.maps() for mixture in mixtures]
+    columns = 1 + max(map(len, maps))
+    figure = Figure(figsize=(1.8 * columns, 2.2 * len(maps)), layout="constrained")
+    panels = figure.subplots(len(maps), columns, squeeze=False)
+    for row, mixture, of_layer in zip(panels, mixtures, maps, strict=True):
+        row[0].imshow(image.permute(1, 2, 0).numpy())
+        row[0].set_title(mixture.layer, fontsize=8)
+        for panel, (name, weights) in zip(row[1:], of_layer.items(), strict=False):
+            panel.imshow(weights[0].numpy(), cmap="cividis_r", vmin=0, interpolation="nearest")
+            panel.set_title(f"{name}\n0 to {weights[0].max():.3g}", fontsize=8)
+    for panel in panels.flat:
+        panel.set_axis_off()
+    figure.suptitle("Which patches go to the experts? Darker is more.", fontsize=9, fontweight="bold")
     figure.savefig(file, format="png", dpi=130)

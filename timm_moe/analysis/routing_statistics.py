@@ -29,6 +29,23 @@ SHUFFLES = 10
 _AT_ONCE = 2**14
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """Add the number of the call to names that occur several times."""
+    return [
+        f"{name} (call {names[: index + 1].count(name)})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def patch_grid(model: Any, x: Tensor, rows: int, size: Sequence[int]) -> tuple[int, int] | None:
+    """Find the rows and columns of the patches among the rows of an image of a size, (height, width), in a layer."""
+    if x.ndim == 4:  # (B, H, W, D)
+        return (x.shape[1], x.shape[2])
+    patches = rows - int(getattr(model, "num_prefix_tokens", 0))
+    side = round((patches * size[0] / size[1]) ** 0.5)
+    return (side, patches // side) if side and side * (patches // side) == patches else None
+
+
 @dataclass(frozen=True)
 class RouterCall:
     """One call of a router in evaluation."""
@@ -61,11 +78,8 @@ class RouterWatcher(ExitStack):
 
     def end_batch(self, labels: Tensor) -> list[RouterCall]:
         """Count the choices of a batch with labels (B,) of images or (B, P) of patches, and return its calls."""
-        names = [call.name for call in self._noted]
-        self._calls = [
-            replace(call, name=f"{name} (call {names[: index + 1].count(name)})") if names.count(name) > 1 else call
-            for index, (name, call) in enumerate(zip(names, self._noted, strict=True))
-        ]
+        names = numbered([call.name for call in self._noted])
+        self._calls = [replace(call, name=name) for name, call in zip(names, self._noted, strict=True)]
         self._noted = []
         self._counts = self._counts or [Rows() for _ in self._calls]
         for counts, call in zip(self._counts, self._calls, strict=True):

@@ -5,23 +5,22 @@ E experts, M members of an ensemble inside one model (1 without).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..analysis.data import Inference, class_names
+from ..analysis.data import Inference, class_names, image_bytes
 from ..analysis.evaluation import Figures, predictions
 from ..analysis.metrics import ensemble_log_probabilities
-from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes
+from ..analysis.mixtures import Mixture, MixtureWatcher
+from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes, patch_grid
 from ..analysis.rows import Rows
 from ..convert.blocks import moe_layers
-from ..model_config import preprocessing
 
 #: Images that are shown with their patches; patches that are shown of each expert, at most one of an image.
 SHOWN, SUREST = 12, 8
@@ -130,6 +129,7 @@ class Observation:
     layers: list[LayerObservation]  #: the routed layers, in the order of their calls
     shown: list[int]  #: numbers of the images that are shown
     shown_pixels: Tensor  #: (S, 3, H, W) bytes, the model's input
+    mixtures: list[Mixture] = field(default_factory=list)  #: the layers of Soft MoE and Expert Choice
 
 
 @torch.inference_mode()
@@ -145,20 +145,21 @@ def observe(
     Raises:
         ValueError: if an output is NaN, or an image cannot be read.
     """
-    figures, config = Figures(model.num_classes), preprocessing(model)  # type: ignore[arg-type]
+    figures = Figures(model.num_classes)  # type: ignore[arg-type]
     number = min(len(images), SHOWN)
     shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread
     labels, predicted, pixels = Rows(), Rows(), []
     layers: dict[str, LayerObservation] = {}
     routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
     first = 0
-    with RouterWatcher(routed) as watcher:
+    with RouterWatcher(routed) as watcher, MixtureWatcher(model) as mixing:
         for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):
-            pixels_B = _bytes(x, config)
+            pixels_B = image_bytes(x, model)
             own = [index - first for index in shown if first <= index < first + len(label_B)]
             for call in watcher.end_batch(label_B):
                 layer = layers.setdefault(call.name, _observation(call, model, pixels_B.shape[2:]))
                 layer.add(call, pixels_B, label_B, own)
+            mixing.end_batch(x, own)
             for here, there in pairwise(layers.values()):
                 here.add_pairs(there)
             figures.update(log_p_BMC, label_B)
@@ -183,27 +184,12 @@ def observe(
         layers=[*layers.values()],
         shown=shown,
         shown_pixels=torch.cat(pixels),
+        mixtures=mixing.mixtures,
     )
 
 
 def _observation(call: RouterCall, model: nn.Module, size: Sequence[int]) -> LayerObservation:
     """Begin an observation of a call in forwards of images of a size, (height, width)."""
     by_image = call.layer.routed_by.routing_unit == "image"
-    grid = _grid(model, call.x, len(call.kept_TK) // len(call.x), size)
+    grid = patch_grid(model, call.x, len(call.kept_TK) // len(call.x), size)
     return LayerObservation(by_image, grid, surest=[[] for _ in range(call.layer.num_experts)])
-
-
-def _grid(model: Any, x: Tensor, rows: int, size: Sequence[int]) -> tuple[int, int] | None:
-    """Find the rows and columns of the patches among the rows of an image."""
-    if x.ndim == 4:  # (B, H, W, D)
-        return (x.shape[1], x.shape[2])
-    patches = rows - int(getattr(model, "num_prefix_tokens", 0))
-    side = round((patches * size[0] / size[1]) ** 0.5)
-    return (side, patches // side) if side and side * (patches // side) == patches else None
-
-
-def _bytes(images: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Return images (B, 3, H, W) as the bytes that they were before they were normalised."""
-    mean, std = (torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
-    pixels = ((images.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
-    return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]

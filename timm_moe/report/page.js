@@ -98,10 +98,10 @@ function patches(place, data) {
 function surest(place, data) {
   const CELL = 48, list = element("div", { class: "surest" });
   function draw(layer) {
-    list.replaceChildren(...layer.told.flatMap((told, expert) => {
-      const strip = element("div", { class: "strip", role: "img", "aria-label": `expert ${expert}: ${told}` });
-      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${100 * expert / Math.max(1, layer.told.length - 1)}%; max-width: ${CELL * layer.columns}px; aspect-ratio: ${layer.columns}`;
-      return [element("div", {}, element("strong", {}, `expert ${expert}`), element("br"), told), strip];
+    list.replaceChildren(...layer.told.flatMap((told, row) => {
+      const strip = element("div", { class: "strip", role: "img", "aria-label": `${layer.rows[row]}: ${told}` });
+      strip.style.cssText = `background-image: url(${layer.sheet}); background-position: 0 ${100 * row / Math.max(1, layer.told.length - 1)}%; max-width: ${CELL * layer.columns}px; aspect-ratio: ${layer.columns}`;
+      return [element("div", {}, element("strong", {}, layer.rows[row]), element("br"), told), strip];
     }));
   }
   const choice = layerChoice(data.layers, draw);

@@ -5,14 +5,27 @@ from collections.abc import Sequence
 from io import BytesIO
 
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from ...analysis.mixtures import ExpertChoices, SoftMixture
 from ..observe import LayerObservation, Observation, Patch
 from ..page import Part
 
 #: Side in pixels of a picture on a sheet, and the largest side of an image that is shown.
 CELL, LARGEST = 48, 224
+#: Title and first words on the layers in which no token chooses.
+_MIXTURES = {
+    SoftMixture: (
+        "Which patches feed which slot?",
+        "Each expert computes slots, which are weighted means of the tokens of an image. Shown are the slots of each "
+        "layer that mix the fewest tokens. The brightest patch of an image has the largest weight.",
+    ),
+    ExpertChoices: (
+        "How many experts does a patch go to?",
+        "Each expert takes equally many tokens of an image. The brightest patch of an image has the most experts.",
+    ),
+}
 
 
 def patches_part(seen: Observation) -> Part:
@@ -67,6 +80,7 @@ def surest_part(seen: Observation) -> Part | None:
             "name": layer.name,
             "sheet": _sheet([[patch.pixels for patch in patches] for patches in layer.surest]),
             "columns": max(map(len, layer.surest)),
+            "rows": [f"expert {expert}" for expert in range(len(layer.surest))],
             "told": [_caption(patches, seen.classes) for patches in layer.surest],
         }
         for layer in layers
@@ -74,6 +88,35 @@ def surest_part(seen: Observation) -> Part | None:
     text = "The patches with the largest gates, with what is around them, at most one of an image."
     text = "The images with the largest gates." if layers[0].by_image else text
     return Part("What is each expert surest of?", text, routes={"kind": "surest", "layers": drawn})
+
+
+def mixture_parts(seen: Observation) -> list[Part]:
+    """Show images whose patches are as bright as they weigh in slots of Soft MoE, or by their experts' number."""
+    parts = []
+    for kind, (title, text) in _MIXTURES.items():
+        mixtures = [mixture for mixture in seen.mixtures if isinstance(mixture, kind)]
+        drawn = [
+            {
+                "name": mixture.layer,
+                "sheet": _sheet([[*map(_shaded, seen.shown_pixels, weights)] for weights in maps.values()]),
+                "columns": len(seen.shown),
+                "rows": [*maps],
+                "told": [f"at most {weights.max():.3g}" for weights in maps.values()],
+            }
+            for mixture in mixtures
+            if (maps := mixture.maps())
+        ]
+        text += "" if drawn else " The tokens of these layers are not patches of an image, so none are shown."
+        routes = {"kind": "surest", "layers": drawn} if drawn else None
+        if mixtures:
+            parts.append(Part(title, " ".join([text, *map(str, mixtures)]), routes=routes))
+    return parts
+
+
+def _shaded(pixels: Tensor, weights: Tensor) -> Tensor:
+    """Darken an image, (3, H, W) bytes, where its patches, (rows, columns), weigh less than the heaviest."""
+    light = 0.15 + 0.85 * weights / weights.max()
+    return (pixels * nn.functional.interpolate(light[None, None], pixels.shape[1:])[0]).byte()
 
 
 def _caption(patches: Sequence[Patch], classes: Sequence[str]) -> str:

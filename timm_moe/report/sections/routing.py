@@ -6,7 +6,7 @@ from itertools import pairwise
 from .. import charts
 from ..observe import ENTROPY_BINS, LayerObservation, Observation
 from ..page import Part, Section
-from .patches import patches_part, surest_part
+from .patches import mixture_parts, patches_part, surest_part
 
 #: The words of this section.
 _WORDS = (
@@ -22,18 +22,19 @@ DEAD = 0.1
 
 
 def routing_section(seen: Observation) -> Section | None:
-    """Show the experts of images and patches; None for a model without a router that depends on its input."""
-    if not seen.layers:
-        return None
-    parts = [
-        _load_part(seen.layers),
-        _classes_part(seen),
-        patches_part(seen),
-        surest_part(seen),
-        _entropy_part(seen.layers),
-        _pairs_part(seen.layers),
-    ]
-    return Section("routing", "Who goes where", [part for part in parts if part is not None], _WORDS)
+    """Show the experts of images and patches; None for a model whose experts do not depend on the images."""
+    parts: list[Part | None] = [*mixture_parts(seen)]
+    if seen.layers:
+        parts += [
+            _load_part(seen.layers),
+            _classes_part(seen),
+            patches_part(seen),
+            surest_part(seen),
+            _entropy_part(seen.layers),
+            _pairs_part(seen.layers),
+        ]
+    shown = [part for part in parts if part is not None]
+    return Section("routing", "Who goes where", shown, _WORDS if seen.layers else "") if shown else None
 
 
 def _load_part(layers: Sequence[LayerObservation]) -> Part:

@@ -1,0 +1,191 @@
+"""The tokens of Soft MoE's slots and of Expert Choice's experts, against the routers' weights applied by hand."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from common import SMALL_VIT_KWARGS, make_model, write_images
+from observations import HERE, observed
+from PIL import Image
+from safetensors.torch import save_file
+
+from timm_moe import moe_layers
+from timm_moe.analysis.data import image_folder, load_classifiers
+from timm_moe.analysis.mixtures import SHOWN_SLOTS, MixtureWatcher, collect_mixtures, only_mixes
+from timm_moe.report.sections.patches import _shaded
+from timm_moe.report.sections.routing import routing_section
+from timm_moe_cli import main
+
+SOFT = dict(name="soft_moe_s16", num_experts=5, slots_per_expert=2, moe_layers="1,3")
+CHOICE = dict(name="vit_tiny_moe", router="expert_choice", num_experts=3, capacity_factor=1.5)
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("data"), {"val": 3}, ["apple", "baby", "chair", "dolphin", "elephant"])
+
+
+def collected(options, splits):
+    """Collect mixtures of a model, and the inputs of its routers by layer, (I, N, D)."""
+    model = make_model(**options)
+    inputs = {path: [] for path in moe_layers(model)}
+    for path, layer in moe_layers(model).items():
+        if options is SOFT:
+            torch.nn.init.constant_(layer.router.scale, 8)
+        layer.router.register_forward_pre_hook(lambda _, args, path=path: inputs[path].append(args[0]))
+    images = image_folder(splits)
+    (model,) = load_classifiers([model], images, inference=HERE)
+    mixtures, image = collect_mixtures(model, images, HERE)
+    hooks = [len(layer.router._forward_hooks) for layer in moe_layers(model).values()]
+    assert hooks == [0, 0]
+    return model, mixtures, image, {path: torch.cat(x) for path, x in inputs.items()}
+
+
+def softmax(logits):
+    return np.exp(logits) / np.exp(logits).sum()
+
+
+def perplexity(weights):
+    return math.exp(-sum(weight * math.log(weight) for weight in weights))
+
+
+def test_slots_mix_the_tokens_that_their_weights_say(splits):
+    model, mixtures, _, inputs = collected(SOFT, splits)
+    assert [mixture.layer for mixture in mixtures] == ["blocks.1.mlp", "blocks.3.mlp"]
+    for mixture in mixtures:
+        router, x = moe_layers(model)[mixture.layer].router, inputs[mixture.layer].double().numpy()
+        slots = router.slots.detach().double().flatten(0, 1).numpy()
+        x, slots = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (x, slots))
+        logits = 8 * x @ slots.T  # (I, N, S)
+        assert logits.shape == (15, 16, 10)
+        mixed = np.array([[perplexity(softmax(of_slot)) for of_slot in of_image.T] for of_image in logits])
+        combined = [perplexity(softmax(of_token)) for of_image in logits for of_token in of_image]
+        summary = mixture.summary()
+        assert summary == {
+            "layer": mixture.layer,
+            "experts": 5,
+            "slots": 10,
+            "tokens": 16,
+            "tokens_per_slot": pytest.approx(mixed.mean(), rel=1e-4),
+            "slots_per_token": pytest.approx(np.mean(combined), rel=1e-4),
+        }
+        assert f"a slot mixes {mixed.mean():.1f} of 16 tokens, a token {np.mean(combined):.1f} of 10" in str(mixture)
+        sharpest = mixed.mean(0).argsort()[:SHOWN_SLOTS]
+        maps = mixture.maps()
+        assert list(maps) == [f"expert {slot // 2}, slot {slot % 2}" for slot in sharpest]
+        for slot, weights in zip(sharpest, maps.values(), strict=True):
+            expected = torch.from_numpy(softmax(logits[0, :, slot]).reshape(1, 4, 4)).float()
+            torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_even_and_single_slots():
+    """A slot of zeros is the mean of all tokens; a large scale makes a slot of one token."""
+    model = make_model(**{**SOFT, "moe_layers": "3", "slots_per_expert": 1})
+    layer = moe_layers(model)["blocks.3.mlp"]
+    torch.nn.init.zeros_(layer.router.slots)
+    images = torch.randn(2, 3, 32, 32)
+    for scale, expected in ((1, (16, 5)), (1e6, (1, 1))):
+        if scale > 1:
+            torch.nn.init.normal_(layer.router.slots)
+        torch.nn.init.constant_(layer.router.scale, scale)
+        with torch.no_grad(), MixtureWatcher(model) as watcher:
+            model(images)
+            watcher.end_batch(images, [1])
+        summary = watcher.mixtures[0].summary()
+        assert (summary["tokens_per_slot"], summary["slots_per_token"]) == pytest.approx(expected, rel=1e-3)
+        assert all(name.startswith("expert ") and "slot" not in name for name in watcher.mixtures[0].maps())
+
+
+def test_patches_have_as_many_experts_as_took_them(splits):
+    model, mixtures, _, inputs = collected(CHOICE, splits)
+    for mixture in mixtures:
+        router, x = moe_layers(model)[mixture.layer].router, inputs[mixture.layer]
+        gates = (x @ router.weight.T).softmax(2).detach()
+        capacity = round(17 * 1.5 / 3)
+        count = torch.zeros(15, 17, dtype=torch.long)
+        for image, gate in enumerate(gates):
+            for expert in range(3):
+                count[image, gate[:, expert].argsort(descending=True)[:capacity]] += 1
+        share = [(count == number).double().mean().item() for number in range(4)]
+        assert mixture.summary() == {
+            "layer": mixture.layer,
+            "experts": 3,
+            "tokens": 17,
+            "share_by_experts": pytest.approx(share),
+        }
+        assert f"{share[1]:.1%}" in str(mixture)
+        ((name, weights),) = mixture.maps().items()
+        assert name == "number of experts"
+        assert torch.equal(weights, count[:1, 1:].view(1, 4, 4))  # without the class token
+
+
+def test_a_layer_that_is_called_twice_is_shown_twice(splits):
+    model = make_model(**SOFT)
+    model.blocks[3].mlp = model.blocks[1].mlp
+    images = image_folder(splits)
+    mixtures, _ = collect_mixtures(*load_classifiers([model], images, inference=HERE), images, HERE)
+    assert [mixture.layer for mixture in mixtures] == ["blocks.1.mlp (call 1)", "blocks.1.mlp (call 2)"]
+    assert mixtures[0].summary()["tokens_per_slot"] != mixtures[1].summary()["tokens_per_slot"]
+
+
+def test_models_whose_tokens_choose_have_routes_instead():
+    assert [only_mixes(make_model(**options)) for options in (SOFT, CHOICE)] == [True, True]
+    assert not any(only_mixes(make_model(name)) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
+
+
+@pytest.mark.parametrize(("options", "field"), [(SOFT, "tokens_per_slot"), (CHOICE, "share_by_experts")])
+def test_the_command(options, field, splits, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    save_file(make_model(**options).state_dict(), tmp_path / "a.safetensors")
+    kwargs = [f"{name}={value}" for name, value in options.items() if name != "name"]
+    arguments = [
+        *("routes", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), str(tmp_path / "out"), "-j", "0"),
+        *("--device", "cpu", "--model", options["name"], "--num-classes", "5"),
+        *("--model-kwargs", *SMALL_VIT_KWARGS, *kwargs),
+    ]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    written = json.loads((tmp_path / "out/routes.json").read_text())
+    assert written["images"] == 15
+    assert written["image"].endswith("apple/0.png")
+    assert [layer["layer"] for layer in written["layers"]] == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert all(field in layer and f"{layer['layer']}: " in out for layer in written["layers"])
+    with open(tmp_path / "out/routes.csv") as file:
+        rows = list(csv.DictReader(file))
+    of_map = [row for row in rows if row["layer"] == "blocks.3.mlp" and row["map"] == rows[-1]["map"]]
+    assert [(int(row["row"]), int(row["column"])) for row in of_map] == [(r, c) for r in range(4) for c in range(4)]
+    assert sum(float(row["weight"]) for row in of_map) == pytest.approx(1, abs=1e-4) or options is CHOICE
+    width, height = Image.open(tmp_path / "out/routes.png").size
+    assert width > 300 < height
+
+
+@pytest.mark.parametrize(
+    ("options", "title", "rows"),
+    [(SOFT, "Which patches feed which slot?", SHOWN_SLOTS), (CHOICE, "How many experts does a patch go to?", 1)],
+)
+def test_the_report_shows_them(options, title, rows, splits):
+    seen = observed(make_model(**options), splits)
+    (part,) = routing_section(seen).parts
+    assert part.title == title
+    assert all(str(mixture) in part.text for mixture in seen.mixtures)
+    assert [layer["name"] for layer in part.routes["layers"]] == ["blocks.1.mlp", "blocks.3.mlp"]
+    for layer, mixture in zip(part.routes["layers"], seen.mixtures, strict=True):
+        assert layer["rows"] == list(mixture.maps())
+        assert len(layer["rows"]) == len(layer["told"]) == rows
+        assert layer["columns"] == 12
+        assert all(weights.shape == (12, 4, 4) for weights in mixture.maps().values())
+    for mixture in seen.mixtures:
+        mixture.grid = None
+    (part,) = routing_section(seen).parts
+    assert part.routes is None
+    assert "not patches of an image" in part.text
+
+
+def test_the_heaviest_patch_is_the_brightest():
+    weights = torch.tensor([[0.1, 0.2], [0.4, 0.3]])
+    shaded = _shaded(torch.full((3, 4, 4), 200, dtype=torch.uint8), weights)
+    assert shaded[0, ::2, ::2].tolist() == [[72, 115], [200, 157]]
+    assert torch.equal(shaded[:, ::2, ::2], shaded[:, 1::2, 1::2])
