@@ -1,6 +1,5 @@
 """The tokens of Soft MoE's slots and of Expert Choice's experts, against the routers' weights applied by hand."""
 
-import csv
 import json
 import math
 
@@ -116,7 +115,7 @@ def test_patches_have_as_many_experts_as_took_them(splits):
             "tokens": 17,
             "share_by_experts": pytest.approx(share),
         }
-        assert f"{share[1]:.1%}" in str(mixture)
+        assert f"{share[1]:.1%} have 1, " in str(mixture)
         ((name, weights),) = mixture.maps().items()
         assert name == "number of experts"
         assert torch.equal(weights, count[:1, 1:].view(1, 4, 4))  # without the class token
@@ -153,13 +152,9 @@ def test_the_command(options, field, splits, tmp_path, capsys):
     assert written["image"].endswith("apple/0.png")
     assert [layer["layer"] for layer in written["layers"]] == ["blocks.1.mlp", "blocks.3.mlp"]
     assert all(field in layer and f"{layer['layer']}: " in out for layer in written["layers"])
-    with open(tmp_path / "out/routes.csv") as file:
-        rows = list(csv.DictReader(file))
-    of_map = [row for row in rows if row["layer"] == "blocks.3.mlp" and row["map"] == rows[-1]["map"]]
-    assert [(int(row["row"]), int(row["column"])) for row in of_map] == [(r, c) for r in range(4) for c in range(4)]
-    assert sum(float(row["weight"]) for row in of_map) == pytest.approx(1, abs=1e-4) or options is CHOICE
     width, height = Image.open(tmp_path / "out/routes.png").size
     assert width > 300 < height
+    assert not (tmp_path / "out/routes.csv").exists()  # which is about classes
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,7 @@ from ..checkpoints.source import ModelSpec, load_source
 from ..model_config import get_pretrained_cfg, preprocessing
 from .images import FolderImages, FolderReader, UnreadableImage, image_folder
 
-__all__ = [
-    "Inference",
-    "batches",
-    "class_names",
-    "describe_source",
-    "image_bytes",
-    "image_folder",
-    "image_mode",
-    "load_classifiers",
-]
+__all__ = ["Inference", "batches", "class_names", "describe_source", "image_folder", "image_mode", "load_classifiers"]
 
 _logger = logging.getLogger(__name__)
 

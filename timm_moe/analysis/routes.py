@@ -69,27 +69,20 @@ def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_
 def write_mixtures(
     mixtures: Sequence[Mixture], image: Tensor, contents: dict[str, Any], output_dir: str | Path
 ) -> None:
-    """Write the same files on the first image that :func:`timm_moe.analysis.mixtures.collect_mixtures` gives."""
-    rows = (
-        [mixture.layer, name, row, column, weight]
-        for mixture in mixtures
-        for name, weights in mixture.maps().items()
-        for row, of_row in enumerate(weights[0].tolist())
-        for column, weight in enumerate(of_row)
-    )
-    head = ["layer", "map", "row", "column", "weight"]
-    _write(contents, [head, *rows], partial(plot_mixtures, mixtures, image), output_dir)
+    """Write ``routes.json`` and the plot of what :func:`timm_moe.analysis.mixtures.collect_mixtures` gives."""
+    _write(contents, [], partial(plot_mixtures, mixtures, image), output_dir)
 
 
 def _write(
-    contents: dict[str, Any], table: Sequence[Sequence[Any]], draw: Callable[[Path], None], output_dir: str | Path
+    contents: dict[str, Any], rows: Sequence[Sequence[Any]], draw: Callable[[Path], None], output_dir: str | Path
 ) -> None:
     with staged(output_dir) as temporary:
         folder = temporary / "routes"
         folder.mkdir()
         write_json(folder / "routes.json", contents)
-        with open(folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-            csv.writer(stream).writerows(table)
+        if rows:
+            with open(folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
+                csv.writer(stream).writerows(rows)
         if find_spec("matplotlib") is None:
             _logger.warning("There is no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
         else:

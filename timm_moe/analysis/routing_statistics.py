@@ -259,7 +259,7 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     if not routed:
         raise ValueError(
             "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE, fused experts), "
-            "so there are no routes to show: give a model whose tokens choose, such as vmoe_b16."
+            "so there are no routes of classes: give a model whose tokens choose, such as vmoe_b16."
         )
     return routed
 

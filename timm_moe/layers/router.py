@@ -15,7 +15,7 @@ class Router(nn.Module):
 
     Attributes:
         routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed together.
-        depends_on_input: whether each row chooses by its contents; else reports show no routes.
+        depends_on_input: whether each row chooses by its contents; else there are no routes of classes.
         needs_whole_images: whether the rows must be whole images, so that no padding can be left out.
     """
 

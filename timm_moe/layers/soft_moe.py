@@ -34,7 +34,7 @@ class SoftRouter(Router):
         ValueError: if ``slots_per_expert`` is below 1.
     """
 
-    depends_on_input = False  # no token is routed, so there are no routes to show
+    depends_on_input = False  # no token is routed
     needs_whole_images = True
 
     def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1):

@@ -7,7 +7,6 @@ from timm.models import generate_default_cfgs, model_entrypoint
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
-from ..convert.blocks import moe_layers
 from ..convert.dense import swapped_for_dense
 from ..integrations.timm import build_instead
 from ..layers import CosineRouter, TopKRouter
@@ -39,20 +38,17 @@ class MoeSwinTransformer(MoeMixin, SwinTransformer):
         self._init_routers()
 
     def _init_routers(self) -> None:
-        for layer in moe_layers(self).values():
-            if isinstance(layer.router, CosineRouter):
-                nn.init.trunc_normal_(layer.router.projection, std=INIT_STD)
-                nn.init.zeros_(layer.router.projection_bias)
-            elif isinstance(layer.router, TopKRouter):
-                nn.init.trunc_normal_(layer.router.weight, std=INIT_STD)
+        for module in self.modules():
+            if isinstance(module, CosineRouter):
+                nn.init.trunc_normal_(module.projection, std=INIT_STD)
+                nn.init.zeros_(module.projection_bias)
+            elif isinstance(module, TopKRouter):
+                nn.init.trunc_normal_(module.weight, std=INIT_STD)
 
     def no_weight_decay(self) -> set[str]:
-        """Return names of parameters without weight decay: biases, and all of a cosine router."""
-        routers = [name for name, module in self.named_modules() if isinstance(module, CosineRouter)]
-        return {
-            *super().no_weight_decay(),
-            *(name for name, _ in self.named_parameters() if name.rpartition(".")[0] in routers),
-        }
+        """Return names of parameters without weight decay: biases, and the matrices of cosine routers."""
+        routers = (name for name, module in self.named_modules() if isinstance(module, CosineRouter))
+        return {*super().no_weight_decay(), *(f"{name}.{own}" for name in routers for own in ("weight", "projection"))}
 
 
 #: Arguments that make timm's Swin the size of Swin-MoE; its exported form needs them too.

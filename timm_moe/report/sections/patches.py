@@ -8,20 +8,19 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
-from ...analysis.mixtures import ExpertChoices, SoftMixture
 from ..observe import LayerObservation, Observation, Patch
 from ..page import Part
 
 #: Side in pixels of a picture on a sheet, and the largest side of an image that is shown.
 CELL, LARGEST = 48, 224
-#: Title and first words on the layers in which no token chooses.
+#: Title and first words on the layers of Soft MoE, and of Expert Choice.
 _MIXTURES = {
-    SoftMixture: (
+    True: (
         "Which patches feed which slot?",
         "Each expert computes slots, which are weighted means of the tokens of an image. Shown are the slots of each "
         "layer that mix the fewest tokens. The brightest patch of an image has the largest weight.",
     ),
-    ExpertChoices: (
+    False: (
         "How many experts does a patch go to?",
         "Each expert takes equally many tokens of an image. The brightest patch of an image has the most experts.",
     ),
@@ -93,8 +92,8 @@ def surest_part(seen: Observation) -> Part | None:
 def mixture_parts(seen: Observation) -> list[Part]:
     """Show images whose patches are as bright as they weigh in slots of Soft MoE, or by their experts' number."""
     parts = []
-    for kind, (title, text) in _MIXTURES.items():
-        mixtures = [mixture for mixture in seen.mixtures if isinstance(mixture, kind)]
+    for is_soft, (title, text) in _MIXTURES.items():
+        mixtures = [mixture for mixture in seen.mixtures if mixture.is_soft == is_soft]
         drawn = [
             {
                 "name": mixture.layer,
