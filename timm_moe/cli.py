@@ -20,10 +20,10 @@ from .analysis.data import Inference, class_names, image_folder, image_mode, loa
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.images import read_class_map
-from .analysis.mixtures import collect_mixtures, only_mixes
+from .analysis.mixtures import collect_mixtures, mixing_layers
 from .analysis.routes import FILES as ROUTES_FILES
+from .analysis.routes import class_shares, plot, plot_mixtures, write_routes
 from .analysis.routes import table as routes_table
-from .analysis.routes import write_mixtures, write_routes
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages
 from .checkpoints import swin_moe, vmoe
@@ -195,17 +195,17 @@ def _routes(args: argparse.Namespace) -> None:
             raise ValueError("--ignore-index is a label of pixels: name the folder of the masks with --segmentation.")
         images = image_folder(args.data_dir, args.split, args.class_map)
         (model,) = load_classifiers([args.source], images, **loading)
-        if only_mixes(model):
+        if mixing_layers(model):
             mixtures, image = collect_mixtures(model, images, loading["inference"])
             numbers = {"images": len(images), "layers": [mixture.summary() for mixture in mixtures]}
-            shown = images.reader.samples[0][0]
-            write_mixtures(mixtures, image, {**settings, **numbers, "image": shown}, args.output_dir)
+            contents = {**settings, **numbers, "image": images.reader.samples[0][0]}
+            write_routes(contents, None, partial(plot_mixtures, mixtures, image), args.output_dir)
             show(args.source, *map(str, mixtures), f"images {len(images):,}")
             return
         all_routes = collect_routes(model, images, loading["inference"])
     summary = summarize_all(all_routes, args.threshold)
     settings["split"] = args.split if args.segmentation is None else None
-    write_routes(all_routes, {**settings, **summary}, args.output_dir)
+    write_routes({**settings, **summary}, class_shares(all_routes), partial(plot, all_routes), args.output_dir)
     show(args.source, *routes_table(summary).split("\n"))
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder, load_classifiers
-from timm_moe.analysis.mixtures import SHOWN_SLOTS, MixtureWatcher, collect_mixtures, only_mixes
+from timm_moe.analysis.mixtures import SHOWN_SLOTS, Mixture, collect_mixtures, mixing_layers
+from timm_moe.layers import SoftRouter
 from timm_moe.report.sections.patches import _shaded
 from timm_moe.report.sections.routing import routing_section
 from timm_moe_cli import main
@@ -81,21 +82,16 @@ def test_slots_mix_the_tokens_that_their_weights_say(splits):
 
 
 def test_even_and_single_slots():
-    """A slot of zeros is the mean of all tokens; a large scale makes a slot of one token."""
-    model = make_model(**{**SOFT, "moe_layers": "3", "slots_per_expert": 1})
-    layer = moe_layers(model)["blocks.3.mlp"]
-    torch.nn.init.zeros_(layer.router.slots)
-    images = torch.randn(2, 3, 32, 32)
-    for scale, expected in ((1, (16, 5)), (1e6, (1, 1))):
-        if scale > 1:
-            torch.nn.init.normal_(layer.router.slots)
-        torch.nn.init.constant_(layer.router.scale, scale)
-        with torch.no_grad(), MixtureWatcher(model) as watcher:
-            model(images)
-            watcher.end_batch(images, [1])
-        summary = watcher.mixtures[0].summary()
-        assert (summary["tokens_per_slot"], summary["slots_per_token"]) == pytest.approx(expected, rel=1e-3)
-        assert all(name.startswith("expert ") and "slot" not in name for name in watcher.mixtures[0].maps())
+    router = SoftRouter(8, 5)
+    even, single = Mixture("layer", router, (4, 4)), Mixture("layer", router, (4, 4))
+    even.add((torch.full((2, 16, 5), 1 / 16), torch.full((2, 16, 5), 1 / 5)), 2, [1])
+    single.add((torch.eye(16)[:, :5].expand(2, 16, 5), torch.eye(5)[torch.arange(16) % 5].expand(2, 16, 5)), 2, [])
+    single.add((torch.eye(16)[:, :5].expand(2, 16, 5), torch.eye(5)[torch.arange(16) % 5].expand(2, 16, 5)), 2, [0])
+    for mixture, expected in ((even, (16, 5)), (single, (1, 1))):
+        summary = mixture.summary()
+        assert (summary["tokens_per_slot"], summary["slots_per_token"]) == pytest.approx(expected)
+        assert set(mixture.maps()) == {f"expert {expert}" for expert in range(5)}  # each with its only slot
+        assert all(weights.shape == (1, 4, 4) for weights in mixture.maps().values())
 
 
 def test_patches_have_as_many_experts_as_took_them(splits):
@@ -131,8 +127,9 @@ def test_a_layer_that_is_called_twice_is_shown_twice(splits):
 
 
 def test_models_whose_tokens_choose_have_routes_instead():
-    assert [only_mixes(make_model(**options)) for options in (SOFT, CHOICE)] == [True, True]
-    assert not any(only_mixes(make_model(name)) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
+    for options in (SOFT, CHOICE):
+        assert list(mixing_layers(make_model(**options))) == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert not any(mixing_layers(make_model(name)) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
 
 
 @pytest.mark.parametrize(("options", "field"), [(SOFT, "tokens_per_slot"), (CHOICE, "share_by_experts")])

@@ -8,8 +8,6 @@ M maps of an image.
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +15,10 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
-from ..layers import ExpertChoiceRouter, SoftRouter
+from ..layers import ExpertChoiceRouter, MoeMlp, SoftRouter
 from .data import Inference, batches, image_bytes
-from .routing_statistics import numbered, patch_grid
+from .routing_statistics import RouterCall, RouterWatcher, patch_grid
 
-#: Routers of layers in which no token chooses its experts by itself.
-MIXING = (SoftRouter, ExpertChoiceRouter)
 #: Slots of a layer that are shown.
 SHOWN_SLOTS = 6
 
@@ -101,52 +97,35 @@ def _perplexity(weights: Tensor) -> Tensor:
     return torch.special.entr(weights).sum(-1).exp()
 
 
-def only_mixes(model: nn.Module) -> bool:
-    """Tell whether there are layers of Soft MoE or Expert Choice, and none whose tokens choose."""
-    routers = [layer.routed_by for layer in moe_layers(model).values()]
-    return any(isinstance(router, MIXING) for router in routers) and not any(r.depends_on_input for r in routers)
+def mixing_layers(model: nn.Module) -> dict[str, MoeMlp]:
+    """Find the layers of Soft MoE and Expert Choice, in which no token chooses its experts by itself."""
+    kinds = (SoftRouter, ExpertChoiceRouter)
+    return {name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, kinds)}
 
 
-class MixtureWatcher(ExitStack):
-    """Context that notes every call of the routers of Soft MoE and Expert Choice. The forward itself does not change.
-
-    Attributes:
-        mixtures: what was seen so far, in the order of the calls.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.mixtures: list[Mixture] = []
-        self._model = model
-        self._noted: list[tuple[str, nn.Module, Tensor, Any]] = []
-        for name, layer in moe_layers(model).items():
-            if isinstance(layer.router, MIXING):
-                self.callback(layer.router.register_forward_hook(partial(self._note, name)).remove)
-
-    def _note(self, name: str, router: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        self._noted.append((name, router, inputs[0], output))
-
-    def end_batch(self, images: Tensor, shown: Sequence[int]) -> None:
-        """Count a batch of images, (B, 3, height, width), and keep the weights of the ones with these indices."""
-        if not self.mixtures:
-            names = numbered([name for name, *_ in self._noted])
-            for name, (_, router, x, _) in zip(names, self._noted, strict=True):
-                grid = patch_grid(self._model, x, math.prod(x.shape[1:-1]), images.shape[2:])
-                self.mixtures.append(Mixture(name, router, grid))
-        for mixture, (_, _, x, output) in zip(self.mixtures, self._noted, strict=True):
-            members = len(x) // len(images)  # an ensemble's layer sees an image once for each; the first is shown
-            mixture.add(output, len(x), [members * index for index in shown])
-        self._noted = []
+def add_calls(
+    mixtures: dict[str, Mixture], calls: Sequence[RouterCall], model: nn.Module, images: Tensor, shown: Sequence[int]
+) -> None:
+    """Add a batch's calls to the mixtures by name: of images, (B, 3, H, W), the ones with these indices are shown."""
+    for call in calls:
+        if call.layer.routed_by.depends_on_input:
+            continue
+        if call.name not in mixtures:
+            grid = patch_grid(model, call.x, math.prod(call.x.shape[1:-1]), images.shape[2:])
+            mixtures[call.name] = Mixture(call.name, call.layer.router, grid)
+        members = len(call.x) // len(images)  # an ensemble's layer sees an image once for each; the first is shown
+        mixtures[call.name].add(call.routing, len(call.x), [members * index for index in shown])
 
 
 @torch.inference_mode()
 def collect_mixtures(model: nn.Module, images: ImageDataset, inference: Inference) -> tuple[list[Mixture], Tensor]:
     """Run a model on images: the numbers of its layers with maps of the first image, and its bytes, (3, H, W)."""
+    mixtures: dict[str, Mixture] = {}
     first: list[Tensor] = []
-    with MixtureWatcher(model) as watcher:
-        for (x,), _ in batches([model], images, inference):
+    with RouterWatcher(mixing_layers(model)) as watcher:
+        for (x,), labels in batches([model], images, inference):
             with inference.autocast():
                 model(x)
-            watcher.end_batch(x, [] if first else [0])
+            add_calls(mixtures, watcher.end_batch(labels.cpu()), model, x, [] if first else [0])
             first = first or [image_bytes(x[:1], model)[0]]
-    return watcher.mixtures, first[0]
+    return [*mixtures.values()], first[0]

@@ -3,8 +3,7 @@
 import csv
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,38 +48,30 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_routes(all_routes: Sequence[Routes], contents: dict[str, Any], output_dir: str | Path) -> None:
+def class_shares(all_routes: Sequence[Routes]) -> Iterator[list[Any]]:
+    """Yield the rows of ``routes.csv``, the head first."""
+    yield ["layer", "class", "expert", "share"]
+    for routes in all_routes:
+        for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True):
+            yield from ([routes.layer, name, expert, share] for expert, share in enumerate(shares))
+
+
+def write_routes(
+    contents: dict[str, Any], rows: Iterable[Sequence[Any]] | None, draw: Callable[[Path], None], output_dir: str | Path
+) -> None:
     """Write ``routes.json``, ``routes.csv`` and, if matplotlib is installed, ``routes.png`` to a folder.
 
     Args:
-        all_routes: from :func:`timm_moe.analysis.routing_statistics.collect_routes`.
         contents: content of the JSON file.
+        rows: of the CSV file; None for no such file.
+        draw: draws the plot.
         output_dir: folder to make or fill. An old plot does not stay beside new numbers.
     """
-    rows = (
-        [routes.layer, name, expert, share]
-        for routes in all_routes
-        for name, shares in zip(routes.classes, routes.share_CE().tolist(), strict=True)
-        for expert, share in enumerate(shares)
-    )
-    _write(contents, [["layer", "class", "expert", "share"], *rows], partial(plot, all_routes), output_dir)
-
-
-def write_mixtures(
-    mixtures: Sequence[Mixture], image: Tensor, contents: dict[str, Any], output_dir: str | Path
-) -> None:
-    """Write ``routes.json`` and the plot of what :func:`timm_moe.analysis.mixtures.collect_mixtures` gives."""
-    _write(contents, [], partial(plot_mixtures, mixtures, image), output_dir)
-
-
-def _write(
-    contents: dict[str, Any], rows: Sequence[Sequence[Any]], draw: Callable[[Path], None], output_dir: str | Path
-) -> None:
     with staged(output_dir) as temporary:
         folder = temporary / "routes"
         folder.mkdir()
         write_json(folder / "routes.json", contents)
-        if rows:
+        if rows is not None:
             with open(folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
                 csv.writer(stream).writerows(rows)
         if find_spec("matplotlib") is None:

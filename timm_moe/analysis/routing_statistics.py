@@ -29,14 +29,6 @@ SHUFFLES = 10
 _AT_ONCE = 2**14
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """Add the number of the call to names that occur several times."""
-    return [
-        f"{name} (call {names[: index + 1].count(name)})" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]
-
-
 def patch_grid(model: Any, x: Tensor, rows: int, size: Sequence[int]) -> tuple[int, int] | None:
     """Find the rows and columns of the patches among the rows of an image of a size, (height, width), in a layer."""
     if x.ndim == 4:  # (B, H, W, D)
@@ -53,8 +45,8 @@ class RouterCall:
     name: str  #: of the expert layer, with the number of the call if a forward has several
     layer: MoeMlp
     x: Tensor  #: (B, ..., D), input of the router
-    routing: Routing
-    kept_TK: Tensor  #: experts of each row; E for a choice that was dropped
+    routing: Any  #: a Routing, or what the router of Soft MoE gives instead
+    kept_TK: Tensor  #: experts of each row; E for a choice that was dropped; empty in Soft MoE
     chosen_TK: Tensor  #: the same before capacities drop choices
 
 
@@ -77,15 +69,19 @@ class RouterWatcher(ExitStack):
             self.callback(layer.router.register_forward_hook(partial(self._note, name, layer)).remove)
 
     def end_batch(self, labels: Tensor) -> list[RouterCall]:
-        """Count the choices of a batch with labels (B,) of images or (B, P) of patches, and return its calls."""
-        names = numbered([call.name for call in self._noted])
-        self._calls = [replace(call, name=name) for name, call in zip(names, self._noted, strict=True)]
+        """Count the choices of a batch with labels (B,) of images or (B, P) of patches, and return all of its calls."""
+        names = [call.name for call in self._noted]
+        calls = [
+            replace(call, name=f"{name} (call {names[: index + 1].count(name)})") if names.count(name) > 1 else call
+            for index, (name, call) in enumerate(zip(names, self._noted, strict=True))
+        ]
+        self._calls = [call for call in calls if call.layer.routed_by.depends_on_input]
         self._noted = []
         self._counts = self._counts or [Rows() for _ in self._calls]
         for counts, call in zip(self._counts, self._calls, strict=True):
             counts.add(self._count(call, labels))
         self._labels.add(labels)
-        return self._calls
+        return calls
 
     def routes(self, class_name: Callable[[int], str], ignore_index: int = -1) -> list["Routes"]:
         """Give the routes of all batches by the calls of a forward; ValueError if all labels are ``ignore_index``."""
@@ -120,9 +116,10 @@ class RouterWatcher(ExitStack):
         count.scatter_add_(-1, chosen, torch.ones_like(chosen))
         return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8)
 
-    def _note(self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
-        chosen_TK = kept_TK = routing.experts()
-        if (kept_TK == layer.num_experts).any():
+    def _note(self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any) -> None:
+        kept_TK = routing.experts() if isinstance(routing, Routing) else torch.empty(0, 0, dtype=torch.long)
+        chosen_TK = kept_TK
+        if layer.routed_by.depends_on_input and (kept_TK == layer.num_experts).any():
             with layer.routed_by.dropping_nothing():
                 chosen_TK = router.forward(inputs[0]).experts()  # forward, so that this call is not noted too
         self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..analysis.data import Inference, class_names, image_bytes
 from ..analysis.evaluation import Figures, predictions
 from ..analysis.metrics import ensemble_log_probabilities
-from ..analysis.mixtures import Mixture, MixtureWatcher
+from ..analysis.mixtures import Mixture, add_calls, mixing_layers
 from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes, patch_grid
 from ..analysis.rows import Rows
 from ..convert.blocks import moe_layers
@@ -150,16 +150,19 @@ def observe(
     shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread
     labels, predicted, pixels = Rows(), Rows(), []
     layers: dict[str, LayerObservation] = {}
+    mixtures: dict[str, Mixture] = {}
     routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
     first = 0
-    with RouterWatcher(routed) as watcher, MixtureWatcher(model) as mixing:
+    with RouterWatcher({**routed, **mixing_layers(model)}) as watcher:
         for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):
             pixels_B = image_bytes(x, model)
             own = [index - first for index in shown if first <= index < first + len(label_B)]
-            for call in watcher.end_batch(label_B):
-                layer = layers.setdefault(call.name, _observation(call, model, pixels_B.shape[2:]))
-                layer.add(call, pixels_B, label_B, own)
-            mixing.end_batch(x, own)
+            calls = watcher.end_batch(label_B)
+            add_calls(mixtures, calls, model, x, own)
+            for call in calls:
+                if call.layer.routed_by.depends_on_input:
+                    layer = layers.setdefault(call.name, _observation(call, model, pixels_B.shape[2:]))
+                    layer.add(call, pixels_B, label_B, own)
             for here, there in pairwise(layers.values()):
                 here.add_pairs(there)
             figures.update(log_p_BMC, label_B)
@@ -184,7 +187,7 @@ def observe(
         layers=[*layers.values()],
         shown=shown,
         shown_pixels=torch.cat(pixels),
-        mixtures=mixing.mixtures,
+        mixtures=[*mixtures.values()],
     )
 
 

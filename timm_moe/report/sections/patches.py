@@ -13,18 +13,16 @@ from ..page import Part
 
 #: Side in pixels of a picture on a sheet, and the largest side of an image that is shown.
 CELL, LARGEST = 48, 224
-#: Title and first words on the layers of Soft MoE, and of Expert Choice.
-_MIXTURES = {
-    True: (
-        "Which patches feed which slot?",
-        "Each expert computes slots, which are weighted means of the tokens of an image. Shown are the slots of each "
-        "layer that mix the fewest tokens. The brightest patch of an image has the largest weight.",
-    ),
-    False: (
-        "How many experts does a patch go to?",
-        "Each expert takes equally many tokens of an image. The brightest patch of an image has the most experts.",
-    ),
-}
+#: Titles and first words on Soft MoE and on Expert Choice.
+SLOTS = (
+    "Which patches feed which slot?",
+    "Each expert computes slots, which are weighted means of the tokens of an image. Shown are the slots of each layer "
+    "that mix the fewest tokens. The brightest patch of an image has the largest weight.",
+)
+CHOICES = (
+    "How many experts does a patch go to?",
+    "Each expert takes equally many tokens of an image. The brightest patch of an image has the most experts.",
+)
 
 
 def patches_part(seen: Observation) -> Part:
@@ -89,27 +87,25 @@ def surest_part(seen: Observation) -> Part | None:
     return Part("What is each expert surest of?", text, routes={"kind": "surest", "layers": drawn})
 
 
-def mixture_parts(seen: Observation) -> list[Part]:
-    """Show images whose patches are as bright as they weigh in slots of Soft MoE, or by their experts' number."""
-    parts = []
-    for is_soft, (title, text) in _MIXTURES.items():
-        mixtures = [mixture for mixture in seen.mixtures if mixture.is_soft == is_soft]
-        drawn = [
-            {
-                "name": mixture.layer,
-                "sheet": _sheet([[*map(_shaded, seen.shown_pixels, weights)] for weights in maps.values()]),
-                "columns": len(seen.shown),
-                "rows": [*maps],
-                "told": [f"at most {weights.max():.3g}" for weights in maps.values()],
-            }
-            for mixture in mixtures
-            if (maps := mixture.maps())
-        ]
-        text += "" if drawn else " The tokens of these layers are not patches of an image, so none are shown."
-        routes = {"kind": "surest", "layers": drawn} if drawn else None
-        if mixtures:
-            parts.append(Part(title, " ".join([text, *map(str, mixtures)]), routes=routes))
-    return parts
+def mixture_part(seen: Observation) -> Part | None:
+    """Show images as bright as their patches weigh in slots of Soft MoE, or have experts in Expert Choice."""
+    if not seen.mixtures:
+        return None
+    title, text = SLOTS if seen.mixtures[0].is_soft else CHOICES
+    drawn = [
+        {
+            "name": mixture.layer,
+            "sheet": _sheet([[*map(_shaded, seen.shown_pixels, weights)] for weights in maps.values()]),
+            "columns": len(seen.shown),
+            "rows": [*maps],
+            "told": [f"at most {weights.max():.3g}" for weights in maps.values()],
+        }
+        for mixture in seen.mixtures
+        if (maps := mixture.maps())
+    ]
+    text += "" if drawn else " The tokens of these layers are not patches of an image, so none are shown."
+    routes = {"kind": "surest", "layers": drawn} if drawn else None
+    return Part(title, " ".join([text, *map(str, seen.mixtures)]), routes=routes)
 
 
 def _shaded(pixels: Tensor, weights: Tensor) -> Tensor:

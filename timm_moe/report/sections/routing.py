@@ -6,7 +6,7 @@ from itertools import pairwise
 from .. import charts
 from ..observe import ENTROPY_BINS, LayerObservation, Observation
 from ..page import Part, Section
-from .patches import mixture_parts, patches_part, surest_part
+from .patches import mixture_part, patches_part, surest_part
 
 #: The words of this section.
 _WORDS = (
@@ -23,7 +23,7 @@ DEAD = 0.1
 
 def routing_section(seen: Observation) -> Section | None:
     """Show the experts of images and patches; None for a model whose experts do not depend on the images."""
-    parts: list[Part | None] = [*mixture_parts(seen)]
+    parts = [mixture_part(seen)]
     if seen.layers:
         parts += [
             _load_part(seen.layers),
