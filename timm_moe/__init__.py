@@ -11,9 +11,9 @@ from .registration import models, rivals
 # What is above checks the version of timm.
 from . import callbacks
 from .callbacks import ExpertWeightAveraging, RoutingSummary, auxiliary_loss, average_experts_, routing_summary
-from .convert import RouterSpec, convert_to_moe, moe_layers, register_router, to_dense
+from .convert import RouterSpec, convert_to_moe, expert_parameters, moe_layers, register_router, to_dense
 from .layers import MemberLoss
-from .training import expert_placement
+from .training import expert_placement, parallelize_experts
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -30,10 +30,12 @@ __all__ = [
     "average_experts_",
     "checkpoints",
     "convert_to_moe",
+    "expert_parameters",
     "expert_placement",
     "export_dense",
     "models",
     "moe_layers",
+    "parallelize_experts",
     "push_dense",
     "push_moe",
     "register_router",

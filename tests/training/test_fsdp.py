@@ -190,21 +190,20 @@ def tensor_worker(rank, folder):
             sharded = distribute_tensor(stacked, mesh, [placement])
             assert average_(sharded, 0.3) is sharded
             assert torch.equal(sharded.full_tensor(), expected)
-    sharded = distribute_tensor(stacked, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="give fully_shard the shard_placement_fn="):
-        average_(sharded, 0.3)
+    sharded = distribute_tensor(stacked.float(), mesh, [Shard(0)])
+    torch.testing.assert_close(average_(sharded, 0.3).full_tensor(), average_(stacked.float(), 0.3))
 
     model = convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
     first, second = (layer.fc2 for layer in moe_layers(model).values())
     with torch.no_grad():
         first.weight[0].zero_()
     before = first.weight.detach().clone()
-    second.bias = nn.Parameter(distribute_tensor(second.bias.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="sharded along their first dimension"):
+    second.bias = nn.Parameter(distribute_tensor(second.bias.detach().bfloat16(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="are averaged in float32 at least"):
         average_experts_(model, 0.3)
     assert torch.equal(first.weight, before)  # nothing was averaged
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="sharded along their first dimension"):
+    with pytest.raises(ValueError, match="are averaged in float32 at least"):
         ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=3)
     assert ExpertWeightAveraging.of(optimizer) is None
     torch.distributed.destroy_process_group()
@@ -272,7 +271,7 @@ def test_flat_shards_are_refused_before_a_weight_moves(tmp_path, processes):
     run_ranks(flat_worker, (str(tmp_path), processes), processes)
 
 
-def test_sharded_tensors_are_averaged_locally_or_refused(tmp_path):
+def test_sharded_tensors_are_averaged_locally_or_over_processes(tmp_path):
     run_ranks(tensor_worker, (str(tmp_path),), 2)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice
+from .expert_dispatcher import Dispatcher
 from .fine_grained import HiddenUnits
 from .functional import with_tensors
 from .grouped import multiplies_by_offsets, sizes_of_runs
@@ -85,6 +86,7 @@ class Experts(StackedParameters):
     """
 
     path: str = ""
+    dispatcher: Dispatcher | None = None
     _ffn: nn.Module
     _grouped: nn.Module | None
 
@@ -195,7 +197,7 @@ class Experts(StackedParameters):
                     "are freed before the experts compute: shard the expert layer or its block instead."
                 )
             weights.update(zip((f"{path}.{name}" for name in names), module(names), strict=True))
-        return weights
+        return weights if self.dispatcher is None else self.dispatcher.own(weights)
 
     def _shared_modules(self) -> dict[str, nn.Module]:
         """The modules without weights as they are now, by their dense names: users replace activations."""
@@ -237,6 +239,11 @@ class Experts(StackedParameters):
         The outputs, (N, width), are zero after the last run. An expert without rows has zero gradients, not None, as
         data-parallel training needs.
         """
+        if self.dispatcher is not None:
+            return self.dispatcher.run(self._run, x_ND, end_E, capacity)
+        return self._run(x_ND, end_E, capacity)
+
+    def _run(self, x_ND: Tensor, end_E: Tensor, capacity: int | None = None) -> Tensor:
         if capacity is not None:
             rows = self.num_experts * capacity
             y_ECD = self.run_batched(x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1]))
@@ -259,6 +266,9 @@ class Experts(StackedParameters):
 
     def run_batched(self, x_ECD: Tensor) -> Tensor:
         """Apply each expert to C rows, (E, C, D), by batched products that need no counts."""
+        if self.dispatcher is not None:
+            end_E = torch.arange(1, len(x_ECD) + 1, device=x_ECD.device) * x_ECD.shape[1]
+            return self.run(x_ECD.flatten(0, 1), end_E).unflatten(0, x_ECD.shape[:2])
         if self._grouped is not None:
             return self._call(self._grouped, self.expert_weights(), x_ECD)
         return torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
@@ -269,13 +279,13 @@ class Experts(StackedParameters):
         per_expert = {name: stacked.unbind(0) for name, stacked in self.expert_weights().items()}
         return [
             partial(self._call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
-            for expert in range(self.num_experts)
+            for expert in range(len(next(iter(per_expert.values()))))
         ]
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network of the experts' mean weights (EWA, eq. 7) to x of shape (..., D)."""
         mean = {name: mean_over_experts(stacked) for name, stacked in self.expert_weights().items()}
-        return self._call(self._ffn, mean, x)
+        return self._call(self._ffn, mean if self.dispatcher is None else self.dispatcher.mean(mean), x)
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A network of the original class and dropout rates, with these weights; trains the same as the experts."""

@@ -1,6 +1,7 @@
 """Between forward and step: averaging, router losses, what any training loop calls, and placement under FSDP2."""
 
 from .averaging import ExpertWeightAveraging, average_experts_
+from .expert_parallel import parallelize_experts
 from .loop import add_router_losses, expert_statistics, start_averaging
 from .placement import expert_placement, local_part
 from .router_losses import RoutingSummary, auxiliary_loss, routing_summary
@@ -14,6 +15,7 @@ __all__ = [
     "expert_placement",
     "expert_statistics",
     "local_part",
+    "parallelize_experts",
     "routing_summary",
     "start_averaging",
 ]

@@ -23,7 +23,7 @@ from .optimizers import (
     trained_layers,
     with_hooks,
 )
-from .placement import local_part
+from .placement import is_spread, local_part, sum_over_experts
 
 _logger = logging.getLogger(__name__)
 
@@ -42,14 +42,15 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
     than float32 are computed in float32 and rounded so that the mean does not drift away over many steps.
 
     Args:
-        stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part.
+        stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part. If they hold different
+            experts, they call this together.
         beta: share rate of this step.
-
-    Raises:
-        ValueError: if it is sharded along its first dimension.
     """
     part, num_experts = local_part(stacked), stacked.shape[0]
     if beta == 0 or num_experts == 1:
+        return stacked
+    if is_spread(stacked):
+        part.lerp_(sum_over_experts(stacked) / num_experts, beta * num_experts / (num_experts - 1))
         return stacked
     wide = part.to(torch.promote_types(part.dtype, torch.float32))
     _lerp_to_mean_(wide, beta * num_experts / (num_experts - 1))
@@ -94,7 +95,7 @@ def average_experts_(model: nn.Module, beta: float) -> None:
 
     Raises:
         ValueError: unless 0 <= beta <= (E - 1) / E, and 0 for experts of a part of the hidden width; if there are no
-            expert layers, if they are sharded along the dimension of the experts or held in flat pieces (FSDP1), if
+            expert layers, if narrower types than float32 are spread over processes, or held in flat pieces (FSDP1), if
             they are computed from other parameters (pruned, weight-normed), or if they have adapters (PEFT); nothing is
             averaged then.
     """
@@ -135,7 +136,11 @@ def _averageable(layer: MoeMlp) -> list[Tensor]:
             "averaging (share_rate=0)."
         )
     for stacked in experts.values():
-        local_part(stacked)  # raises
+        if is_spread(stacked) and stacked.itemsize < 4:
+            raise ValueError(
+                f"Experts in different processes are averaged in float32 at least, and those in {layer.path} are "
+                f"{stacked.dtype}: keep the weights in float32 and compute under autocast."
+            )
     return list(experts.values())
 
 

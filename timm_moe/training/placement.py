@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -12,8 +13,9 @@ from ..convert.blocks import expert_parameters
 def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     """Let FSDP2 give each process a part of every expert, so that averaging stays local.
 
-    Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is the expert. The
-    largest of the other dimensions is taken; torch demands that the number of processes divides it.
+    Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is the expert, so that
+    averaging sends weights. The largest of the other dimensions is taken; torch demands that the number of processes
+    divides it.
 
     Args:
         model: before ``fully_shard`` has seen it.
@@ -35,16 +37,21 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
 
 
 def local_part(stacked: Tensor) -> Tensor:
-    """Return the part of a stacked parameter, (E, ...), that this process holds; it shares the memory.
-
-    Raises:
-        ValueError: if the experts are spread over the processes.
-    """
+    """Return the part of a stacked parameter, (E, ...), that this process holds; it shares the memory."""
     parameter: Any = stacked  # a DTensor, or no such thing
-    placements = getattr(stacked, "placements", ())
-    if any(placement.is_shard(0) for placement in placements):
-        raise ValueError(
-            "Experts that are sharded along their first dimension lie in different processes, where they cannot be "
-            "averaged: give fully_shard the shard_placement_fn=timm_moe.expert_placement(model)."
-        )
-    return parameter.to_local() if placements else stacked
+    return parameter.to_local() if hasattr(stacked, "placements") else stacked
+
+
+def sum_over_experts(stacked: Tensor) -> Tensor:
+    """Sum a stacked parameter, (E, ...), over all experts, of which processes may hold a part each; (1, ...)."""
+    parameter: Any = stacked
+    total = local_part(stacked).sum(0, keepdim=True)
+    for dim, placement in enumerate(getattr(stacked, "placements", ())):
+        if placement.is_shard(0):
+            torch.distributed.all_reduce(total, group=parameter.device_mesh.get_group(dim))
+    return total
+
+
+def is_spread(stacked: Tensor) -> bool:
+    """Tell if the processes hold different experts of a stacked parameter."""
+    return any(placement.is_shard(0) for placement in getattr(stacked, "placements", ()))

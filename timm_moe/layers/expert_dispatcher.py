@@ -1,0 +1,98 @@
+"""Experts that are spread over processes, of which each holds E / R.
+
+Shape suffixes: N rows of this process, M rows that come to it, D width, E experts of the layer, R processes, L experts
+of a process (E / R).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Dispatcher:
+    """Runs the experts of this process on rows of this process: each trains on its own images (EWA).
+
+    Args:
+        mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension, of which process r holds experts r L to
+            (r + 1) L - 1.
+    """
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatcher":  # a copy of a layer is of the same processes
+        return self
+
+    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor, capacity: int | None) -> Tensor:
+        """Apply experts to runs of rows, as :meth:`Experts.run`, whose part for one process ``experts`` is."""
+        return experts(x_ND, end, capacity)
+
+    def own(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this process's part (L, ...) of weights that are DTensors (E, ...).
+
+        Gradients are divided by the number of processes, as the loss of one process is that part of the whole.
+        """
+        parts = {name: weight.to_local() for name, weight in weights.items()}  # type: ignore[attr-defined]
+        return {name: _ScaledGradient.apply(part, 1 / self.mesh.size()) for name, part in parts.items()}
+
+    @torch.no_grad()
+    def mean(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Average weights over the processes, which call it together."""
+        means = {name: weight.float() if weight.itemsize < 4 else weight.clone() for name, weight in weights.items()}
+        for mean in means.values():
+            dist.all_reduce(mean, group=self.mesh.get_group())
+        return {name: (means[name] / self.mesh.size()).to(weight.dtype) for name, weight in weights.items()}
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Sends rows to the processes that hold their experts, and outputs back.
+
+    All processes call it together. The host waits once, for the numbers of rows that come.
+    """
+
+    @torch.compiler.disable
+    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor, capacity: int | None) -> Tensor:
+        group, processes = self.mesh.get_group(), self.mesh.size()
+        sent_E = end.diff(prepend=end.new_zeros(1))
+        came_E = torch.empty_like(sent_E)
+        dist.all_to_all_single(came_E, sent_E, group=group)
+        came_RL = came_E.view(processes, -1)
+        sent, came = torch.stack([sent_E.view(processes, -1).sum(1), came_RL.sum(1)]).tolist()
+        x_MD = _AllToAll.apply(x_ND[: sum(sent)], sent, came, group)
+        # Rows come sorted by process, then by expert; the experts need runs.
+        expert_M = torch.arange(came_RL.shape[1], device=x_ND.device).repeat(processes)
+        order_M = expert_M.repeat_interleave(came_E, output_size=x_MD.shape[0]).argsort(stable=True)
+        y_MH = experts(x_MD.index_select(0, order_M), came_RL.sum(0).cumsum(0))
+        y_NH = _AllToAll.apply(y_MH.index_select(0, order_M.argsort()), came, sent, group)
+        return torch.nn.functional.pad(y_NH, (0, 0, 0, x_ND.shape[0] - y_NH.shape[0]))
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends the first rows to the first process, and so on; its derivative sends gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], came: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (came, sent), group
+        output = x.new_empty(sum(came), *x.shape[1:])
+        dist.all_to_all_single(output, x.contiguous(), came, sent, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(grad, *ctx.sizes, ctx.group), None, None, None
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * ctx.scale, None

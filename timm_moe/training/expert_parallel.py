@@ -1,0 +1,59 @@
+"""Expert parallelism: each process holds some experts of every layer."""
+
+from typing import Any
+
+from torch import nn
+
+from ..convert.blocks import ModelT, moe_layers
+from ..layers import EwaMlp
+from ..layers.expert_dispatcher import AllToAllDispatcher, Dispatcher
+
+
+def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
+    """Spread the experts of each layer over processes, in place.
+
+    Rows go to the process that holds their expert. Routers, capacities and queues stay where the rows are, so training
+    is that of one process, but for rounding. In layers of EWA nothing is sent: each process trains its own experts on
+    its own images, and the averaging after each step adds up their weights.
+
+    Parameters of experts become DTensors, ``Shard(0)`` on the mesh. Shard the rest of the model afterwards, by
+    ``fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))``, and make the
+    optimizer last. Gradients of experts are means over the processes, as all gradients are under FSDP.
+
+    Args:
+        model: with the same weights in all processes, before ``fully_shard``.
+        mesh: one dimension of a ``DeviceMesh``, as ``mesh["ep"]``, whose size divides E.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: for another mesh or number of experts, or a model without experts, parallelized or sharded before,
+            or with merged experts; nothing is then changed.
+    """
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError(f"This {type(model).__name__} has no experts to parallelize.")
+    if mesh.ndim != 1:
+        raise ValueError(f"Experts are spread over one dimension of a mesh, got {mesh.ndim}: give it as mesh['ep'].")
+    for name, layer in layers.items():
+        if layer.fused:
+            raise ValueError(f"{name} merges its experts, which needs all of them in each process.")
+        if layer.num_experts % mesh.size():
+            raise ValueError(
+                f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} experts in {name}: take "
+                "a number of processes that divides it."
+            )
+        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+            raise ValueError(f"{name} is sharded or parallelized already: call parallelize_experts once, and first.")
+    for layer in layers.values():
+        for name, stacked in layer.named_expert_parameters():
+            path, _, own = name.rpartition(".")
+            spread = nn.Parameter(distribute_tensor(stacked.detach(), mesh, [Shard(0)]), stacked.requires_grad)
+            layer.get_submodule(path).register_parameter(own, spread)
+        layer.dispatcher = (Dispatcher if isinstance(layer, EwaMlp) else AllToAllDispatcher)(mesh)
+        if isinstance(layer, EwaMlp):
+            layer.router.num_experts = layer.num_experts // mesh.size()
+    return model
