@@ -1,4 +1,4 @@
-"""Train routed experts that are spread over processes, on scikit-learn's digits; a second call goes on where it stopped:
+"""Train routed experts that are spread over processes, on scikit-learn's digits; called again, it goes on:
 
 torchrun --nproc-per-node 2 examples/expert_parallel.py [EPOCHS]
 """
