@@ -235,14 +235,9 @@ def arguments(setting):
     return options
 
 
-def marked(setting):
-    """Leave all settings but one to `.ci/run`: the default suite has them in this process."""
-    quick = setting["resume"] and setting["model_ema"] and not setting["torchcompile"]
-    return pytest.param(setting, marks=() if quick else pytest.mark.ci, id=words(setting))
-
-
+@pytest.mark.ci  # the default suite has them in this process
 @needs_scripts
-@pytest.mark.parametrize("setting", [marked(setting) for setting in pairwise(SCRIPT_OPTIONS)])
+@pytest.mark.parametrize("setting", pairwise(SCRIPT_OPTIONS), ids=words)
 def test_script(images, tmp_path, setting):
     log = train(tmp_path, images, *arguments(setting), "--experiment", "a", epochs=EPOCHS)
     assert log.count("EWA: averaging the 4 experts of 2 layers") == 1

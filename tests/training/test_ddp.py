@@ -105,7 +105,8 @@ def redundancy_worker(rank, folder, processes):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.ci), 2])
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_sharded_optimizer_is_averaged_and_resumed(tmp_path, processes):
     run_ranks(redundancy_worker, (str(tmp_path), processes), processes)
 
