@@ -45,10 +45,6 @@ def _path(*parts: str) -> str:
     return str(PurePath(*parts))
 
 
-def _dictionary(*args: Any) -> dict[Any, Any]:
-    return {}  # its items follow
-
-
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _NUMPY = {"multiarray.scalar": _number, "multiarray._reconstruct": _Ignored, "numeric._frombuffer": _Ignored}
 _DATES = ("date", "datetime", "time", "timedelta", "timezone")
@@ -56,7 +52,7 @@ _DATES = ("date", "datetime", "time", "timedelta", "timezone")
 HARMLESS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (types.SimpleNamespace, "types.SimpleNamespace"),
-    (_dictionary, "collections.defaultdict"),
+    (lambda *args: {}, "collections.defaultdict"),  # its items follow
     *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),  # made by a defaultdict
     *((getattr(datetime, name), f"datetime.{name}") for name in _DATES),
     *((_path, f"pathlib.{place}{name}") for place in ("", "_local.") for name in _PATHS),

@@ -43,17 +43,11 @@ _LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The architecture and arguments of a model.
+    """The architecture and arguments of a model."""
 
-    Attributes:
-        architecture: registered name, perhaps with a tag.
-        args: for its constructor.
-        pretrained_cfg: timm's config of the weights; by default the registered one.
-    """
-
-    architecture: str
-    args: dict[str, Any] = field(default_factory=dict)
-    pretrained_cfg: dict[str, Any] | None = None
+    architecture: str  #: registered name, perhaps with a tag
+    args: dict[str, Any] = field(default_factory=dict)  #: for its constructor
+    pretrained_cfg: dict[str, Any] | None = None  #: timm's config of the weights; by default the registered one
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:

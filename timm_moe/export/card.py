@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -14,66 +15,6 @@ from ..models.publications import PUBLICATIONS, papers_of
 from .export import Export
 from .history import HUB_NAME, METRICS, Experts, History, public
 from .options import Destination, Statements, is_abbreviation
-
-_CARD = """\
----
-{metadata}
----
-
-# {title}
-
-{model}
-
-## Use
-
-{use}
-
-## Training
-
-{training}
-
-## Results
-
-{results}
-
-## Licence
-
-{license}
-
-## Citation
-
-{citation}
-"""
-_TIMM_USE = """\
-{needed}
-
-```python
-import timm
-
-model = timm.create_model("{name}", pretrained=True).eval()
-config = timm.data.resolve_model_data_config(model)
-transform = timm.data.create_transform(**config, is_training=False)
-```"""
-_TRANSFORMERS_USE = """\
-{needed}
-
-```python
-from {module} import {name}
-
-model = {name}.from_pretrained("{repo_id}"{revision}).eval()
-```
-
-An image processor is no part of it: prepare the images as for its training."""
-_STATE_DICT_USE = """\
-Make a `{architecture}` with the arguments of its training, `model`, and load the weights:
-
-```python
-from huggingface_hub import hf_hub_download
-from safetensors.torch import load_file
-
-file = hf_hub_download("{repo_id}", "model.safetensors"{revision})
-model.load_state_dict(load_file(file))
-```"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +47,7 @@ def timm_facts(model: nn.Module, destination: Destination) -> Facts:
         library="timm",
         architecture=architecture,
         kind=f"A `{architecture}` for images of {size} pixels and {model.num_classes} classes.",
-        use=_TIMM_USE.format(needed=needed, name=destination.model_name),
+        use=_filled("use_timm.md", needed=needed, name=destination.model_name),
         sizes=sizes,
         tags=["image-classification", "timm"],
         task="image-classification" if model.num_classes else "image-feature-extraction",
@@ -125,11 +66,11 @@ def foreign_facts(export: Export, config: dict[str, Any], destination: Destinati
         module, _, name = architecture.rpartition(".")
         needed = f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
         kind = f"A `{architecture}` of Hugging Face transformers{_purpose(config, classifies)}."
-        use = _TRANSFORMERS_USE.format(needed=needed, module=module or "transformers", name=name, **place)
+        use = _filled("use_transformers.md", needed=needed, module=module or "transformers", name=name, **place)
         tags = ["image-classification"] if classifies else []
     else:
         kind = f"The state dict of a `{architecture}`."
-        use = _STATE_DICT_USE.format(architecture=architecture, **place)
+        use = _filled("use_state_dict.md", architecture=architecture, **place)
         tags = [] if config["library"] == export.library else [config["library"]]
     return Facts(
         library=export.library,
@@ -185,7 +126,8 @@ def card(facts: Facts, history: History, statements: Statements, destination: De
         model_name=title,
         eval_results=results or None,
     )
-    text = _CARD.format(
+    text = _filled(
+        "card.md",
         metadata=metadata.to_yaml(),
         title=title,
         model=_model(facts, experts, method, is_what_was_measured),
@@ -272,3 +214,8 @@ def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:
 def _table(head: tuple[str, str], rows: dict[str, str]) -> str:
     lines = [head, ("---", "---"), *rows.items()]
     return "\n".join(f"| {left} | {right} |" for left, right in lines)
+
+
+def _filled(template: str, **parts: str) -> str:
+    """Fill a template of this folder."""
+    return files(__package__).joinpath(template).read_text(encoding="utf-8").rstrip("\n").format(**parts)

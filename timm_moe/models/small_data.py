@@ -36,11 +36,9 @@ __all__ = [
 
 
 class LocalVisionTransformer(PreLogitsVisionTransformer):
-    """A ViT for small data sets: a :class:`PreLogitsVisionTransformer` with two more arguments.
+    """A ViT for small data sets: a :class:`PreLogitsVisionTransformer` with two more options.
 
-    Args:
-        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` (SPT).
-        locality_attention: use :class:`LocalityAttention` (LSA).
+    ``shifted_patches`` is :class:`ShiftedPatchEmbed` (SPT), ``locality_attention`` :class:`LocalityAttention` (LSA).
     """
 
     def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
@@ -53,11 +51,7 @@ class LocalVisionTransformer(PreLogitsVisionTransformer):
 
 
 class LocalPoolingVisionTransformer(PoolingVisionTransformer):
-    """A PiT for small data sets: timm's PoolingVisionTransformer with two more arguments.
-
-    Args:
-        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and pool by :class:`ShiftedPooling` (SPT).
-        locality_attention: use :class:`LocalityAttention` (LSA).
+    """A PiT for small data sets, as :class:`LocalVisionTransformer`; with SPT it pools by :class:`ShiftedPooling`.
 
     Raises:
         ValueError: if shifted patches would overlap.
@@ -86,11 +80,9 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
 
 
 class LocalSwinTransformer(SwinTransformer):
-    """A Swin Transformer for small data sets: timm's SwinTransformer with two more arguments.
+    """A Swin Transformer for small data sets, as :class:`LocalVisionTransformer`.
 
-    Args:
-        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and merge by :class:`ShiftedPatchMerging` (SPT).
-        locality_attention: use :class:`LocalityWindowAttention` (LSA).
+    With SPT it merges by :class:`ShiftedPatchMerging`; LSA is :class:`LocalityWindowAttention`.
     """
 
     def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):

@@ -130,11 +130,8 @@ class T2TLocalityAttention(_Shortcut, LocalityAttention):  # type: ignore[misc]
 class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
 
-    It has two more arguments than :class:`PreLogitsVisionTransformer`.
-
-    Args:
-        shifted_patches: stack the image with shifted copies (SPT).
-        locality_attention: use :class:`LocalityAttention` (LSA), also while tokens are made.
+    ``shifted_patches`` stacks the image with shifted copies (SPT). ``locality_attention`` is :class:`LocalityAttention`
+    (LSA), also while tokens are made.
     """
 
     def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):

@@ -134,11 +134,7 @@ class Observation:
 
 @torch.inference_mode()
 def observe(
-    model: nn.Module,
-    name: str,
-    images: ImageDataset,
-    ood_images: ImageDataset | None,
-    inference: Inference,
+    model: nn.Module, name: str, images: ImageDataset, ood_images: ImageDataset | None, inference: Inference
 ) -> Observation:
     """Run a classifier from :func:`timm_moe.analysis.data.load_classifiers` on images; its name is for messages.
 
