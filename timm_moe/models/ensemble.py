@@ -98,14 +98,12 @@ class MembersMixin(VisionTransformer):
 class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
     """A V-MoE with M members, which part at the first expert block (pBE, section 4).
 
-    Outputs: see :class:`MembersMixin`.
+    Outputs: see :class:`MembersMixin`; other arguments: see :class:`MoeVisionTransformer`.
 
     Args:
-        args: arguments of :class:`MoeVisionTransformer`.
         ensemble_size: M.
         ensemble: kind of ensemble that repeats images, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the
             members part at the last expert block.
-        kwargs: arguments of :class:`MoeVisionTransformer`.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):

@@ -129,11 +129,10 @@ def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter,
 class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
     """A ViT of M members that differ in the factors of a :class:`BatchEnsembleLinear` in the MLPs of some blocks.
 
-    Outputs: see :class:`MembersMixin`. The members separate at the first of these blocks.
+    Outputs: see :class:`MembersMixin`; other arguments: see :class:`PreLogitsVisionTransformer`. The members separate
+    at the first of these blocks.
 
     Args:
-        args: see :class:`PreLogitsVisionTransformer`.
-        kwargs: see :class:`PreLogitsVisionTransformer`.
         ensemble_size: M.
         ensemble_layers: blocks with factors, like ``moe_layers`` of :func:`timm_moe.convert_to_moe`.
         factor_init: see :class:`BatchEnsembleLinear`.
