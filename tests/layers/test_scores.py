@@ -113,6 +113,9 @@ def test_by_name():
         ("vit_tiny_moe", dict(balance="bias", bias_rate=0), "bias_rate must be a number above 0, got 0"),
         ("vit_tiny_moe", dict(route_scale=0), "route_scale must be a number above 0, got 0"),
         ("vit_tiny_moe", dict(z_loss_weight=-1), "The weight of the z loss must be a number of at least 0, got -1"),
+        ("vit_tiny_moe", dict(aux_loss="z"), "z has a weight of its own, z_loss_weight"),
+        ("vit_tiny_moe", dict(aux_loss="balance+z", z_loss_weight=0.1), "z has a weight of its own, z_loss_weight"),
+        ("vit_tiny_moe", dict(balance="bias", aux_loss_weight=0.1), "balance='bias' takes the place of aux_loss"),
         ("vmoe_pbe_s32", dict(balance="bias"), "balance='bias' is for routers without an ensemble"),
     ],
 )

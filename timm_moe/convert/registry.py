@@ -167,7 +167,7 @@ def _none(value: Any) -> Any:
 
 SCORES = ("softmax", "sigmoid", "cosine")
 BALANCES = ("loss", "bias")
-BIAS_RATE = 0.001
+BIAS_RATE, AUX_LOSS_WEIGHT = 0.001, 0.01
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 #: Routers of pBE and its ablations; only the last layer has multi-head routing.
 ENSEMBLES = {
@@ -187,6 +187,8 @@ def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: 
     else:
         options["bias_rate"] = 0
     losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
+    if "z" in losses:
+        raise ValueError(f"z has a weight of its own, z_loss_weight: leave it out of aux_loss, got {aux_loss!r}.")
     if not losses or len(set(losses)) < len(losses):
         raise ValueError(f"aux_loss must be different names of losses joined by +, got {aux_loss!r}.")
     options["loss_weights"] = {**dict.fromkeys(losses, weight / len(losses)), "z": z_weight}
@@ -212,6 +214,8 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
     check_number("bias_rate", options["bias_rate"], 0, above=True)
     if options["balance"] == "loss" and options["bias_rate"] != BIAS_RATE:
         raise ValueError("bias_rate is an option of balance='bias'.")
+    if options["balance"] == "bias" and options["aux_loss_weight"] not in (0, AUX_LOSS_WEIGHT):
+        raise ValueError("balance='bias' takes the place of aux_loss: leave aux_loss_weight out.")
     if options["balance"] == "bias" and size != 1:
         raise ValueError("balance='bias' is for routers without an ensemble: leave ensemble_size out.")
     check_integer("ensemble_size", size, 1)
@@ -266,7 +270,7 @@ def _options_of(router: type[nn.Module]) -> dict[str, Any]:
 
 
 _CHOICES = {
-    **dict(aux_loss="balance", aux_loss_weight=0.01, routing_unit="token", ensemble_size=1, ensemble="pbe"),
+    **dict(aux_loss="balance", aux_loss_weight=AUX_LOSS_WEIGHT, routing_unit="token", ensemble_size=1, ensemble="pbe"),
     **dict(balance="loss", bias_rate=BIAS_RATE, z_loss_weight=0.0),
 }
 register_router(
