@@ -82,6 +82,13 @@ def test_initial_weights():
     }
 
 
+def test_a_reset_takes_its_bias_along():
+    router = CosineRouter(8, 4, bias_rate=0.1)
+    router.balancing_bias.steps.fill_(7)
+    router.reset_parameters()
+    assert router.balancing_bias.steps.tolist() == [0] * 4
+
+
 def test_an_option_of_every_model_routed_by_tokens():
     model = timm.create_model("vit_tiny_moe", score="cosine", num_experts=3, **SMALL_VIT)
     routers = [module.router for module in timm_moe.moe_layers(model).values()]

@@ -39,6 +39,7 @@ class CosineRouter(TopKRouter):
 
     def reset_parameters(self) -> None:
         """Small normal weights, a projection drawn as torch's linear layers, and a scale of 2."""
+        super().reset_parameters()
         nn.init.normal_(self.weight, std=0.01)
         if not hasattr(self, "projection"):  # the base's constructor resets its own weights first
             return
