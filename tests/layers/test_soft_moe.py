@@ -77,6 +77,17 @@ def test_an_image_does_not_depend_on_others_nor_on_padding():
     torch.testing.assert_close(moe(x), y)  # padding is of one forward
 
 
+def test_an_image_of_padding_alone_leaves_the_gradients_of_others():
+    moe, x = layer(), torch.randn(2, 6, 5, dtype=torch.float64)
+    moe(x[:1]).sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
+    moe.zero_grad()
+    moe.padding = torch.tensor([[False] * 6, [True] * 6])
+    moe(x).sum().backward()
+    for name, parameter in moe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
 def test_weights_are_computed_in_float32_under_autocast():
     router = SoftRouter(8, 4)
     x = torch.randn(2, 16, 8)

@@ -67,7 +67,8 @@ class SoftRouter(Router):
             logits_BNS = nn.functional.linear(_unit(x_BND.to(dtype)), slot_SD)
             masked_BNS = logits_BNS
             if padding_BN is not None:
-                masked_BNS = logits_BNS.masked_fill(padding_BN.unsqueeze(2), -torch.inf)
+                least = torch.finfo(dtype).min  # not -inf, which makes NaN of an image that is padding alone
+                masked_BNS = logits_BNS.masked_fill(padding_BN.unsqueeze(2), least)
             return masked_BNS.softmax(1), logits_BNS.softmax(2)
 
     def extra_repr(self) -> str:
