@@ -187,6 +187,7 @@ check_arguments("vit_small_ewa_moe", dict(router="norm", per_image=True), "a fil
 UNTRAINED = {
     "one of them, renormalised": dict(gate_mode="renorm", aux_loss_weight=0),
     "without a gate": dict(gate_mode="one", aux_loss_weight=0, top_k=2),
+    "by a bias and the loss about large logits": dict(gate_mode="renorm", balance="bias", z_loss_weight=0.001),
     "of an image": dict(gate_mode="renorm", aux_loss_weight=0.0, routing_unit="image"),
 }
 TRAINED = {

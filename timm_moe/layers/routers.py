@@ -132,10 +132,10 @@ class TopKRouter(RecordingRouter):
             )
         super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight})
         is_always_one = gate_mode == "one" or (gate_mode == "renorm" and top_k == 1)
-        if is_always_one and top_k < num_experts and not self.loss_weights:
+        if is_always_one and top_k < num_experts and not self.loss_weights.keys() - {"z"}:
             warnings.warn(
-                f"With top_k={top_k} and gate_mode={gate_mode!r} all gates are one, and the router has no loss, so "
-                "nothing trains it: give it a loss (aux_loss_weight above 0), or take gate_mode='prob'.",
+                f"With top_k={top_k} and gate_mode={gate_mode!r} all gates are one, and the router has no loss of its "
+                "choices, so nothing trains it: give it a loss (aux_loss_weight above 0), or take gate_mode='prob'.",
                 stacklevel=2,
             )
         self.top_k = top_k
