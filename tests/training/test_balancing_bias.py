@@ -88,9 +88,10 @@ def test_repetitions_in_backward_do_not_count(compiled):
         assert torch.equal(bias.load, times * count)
 
 
-def test_a_step_that_the_scaler_skips_keeps_the_choices():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_keeps_the_choices(fused):
     model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler.scale(model(torch.randn(2, 3, 32, 32)).sum() * torch.inf).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -16,6 +16,7 @@ from ..schedules import check_share_rate, get_schedule
 from .optimizers import (
     is_first_time,
     is_primary,
+    is_skipped,
     layers_of_trained_experts,
     parameter_ids,
     refuse_dense,
@@ -327,8 +328,7 @@ class ExpertWeightAveraging:
         if self._steps[:1] != [optimizer]:
             return
         due, self._due, self._steps = self._due, [], []
-        found_inf = getattr(optimizer, "found_inf", None)  # set while a GradScaler steps a fused optimizer
-        if found_inf is not None and found_inf.item():
+        if is_skipped(optimizer):
             return
         self.started = True
         self._count(self.updates + 1)

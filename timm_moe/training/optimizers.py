@@ -101,6 +101,12 @@ def _install_hooks(optimizer: Optimizer) -> None:
             _install_hooks(inner)
 
 
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Return True while a GradScaler steps a fused optimizer that leaves its parameters, as a gradient overflowed."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
 def is_first_time(optimizer: Optimizer, warning: str) -> bool:
     """Return True the first time a warning is due for an optimizer; noted on the optimizer, not in its state."""
     given = vars(optimizer).setdefault("_timm_moe_warnings", set())

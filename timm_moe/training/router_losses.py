@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..convert.blocks import moe_layers
 from ..layers import BalancingBias, MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import living
-from .optimizers import is_distributed, is_first_time, is_primary, trained_layers
+from .optimizers import is_distributed, is_first_time, is_primary, is_skipped, trained_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -179,13 +179,15 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
         layer.router.end_step()
     biases = (getattr(layer.router, "balancing_bias", None) for layer in trained)
     # Without a choice since the last step there is nothing to do, as in the optimizers that another one works by.
-    _update_biases([bias for bias in biases if isinstance(bias, BalancingBias) and bias.load is not None])
+    due = [bias for bias in biases if isinstance(bias, BalancingBias) and bias.load is not None]
+    if due and not is_skipped(optimizer):
+        _update_biases(due)
 
 
 def _update_biases(biases: list[BalancingBias]) -> None:
     """Balance the experts by the choices since the last step, of all processes."""
     loads: list[Any] = [bias.load for bias in biases]
-    if biases and is_distributed():
+    if is_distributed():
         total = torch.cat([load.to(loads[0].device) for load in loads])
         torch.distributed.all_reduce(total)
         loads = list(total.split([len(load) for load in loads]))
