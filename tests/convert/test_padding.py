@@ -95,6 +95,15 @@ def test_an_encoder_of_torch(batch_first, kind, training):
     assert_same(model, padded_by(0, batch_first, kind), padded_by(3, batch_first, kind))
 
 
+@pytest.mark.parametrize("options", [dict(router="soft"), dict(router="expert_choice"), dict(group_images=1)])
+def test_routers_of_images_refuse_tokens_before_images(options):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False)
+    options = {"router": "top_k", **options}
+    with pytest.raises(ValueError, match=r"layers\.1 has the tokens before them: make it with batch_first=True\."):
+        timm_moe.convert_to_moe(model, num_experts=2, **options)
+    assert not timm_moe.moe_layers(model)
+
+
 @pytest.mark.parametrize("options", [dict(ensemble="partitioning", ensemble_size=2), dict(router="top_k", top_k=1)])
 def test_other_routers(options):
     assert_same(encoder(True, **options), padded_by(0, True), padded_by(5, True))

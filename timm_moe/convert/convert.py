@@ -16,6 +16,7 @@ from .check import check_weights, row_width
 from .find import Modules, find_networks
 from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
+from .split import has_tokens_first
 
 # Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
 for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp, SoftMoeMlp):
@@ -131,6 +132,12 @@ def convert_to_moe(
             own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
         layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
         check_share_rate(rate, num_experts, parts=layers[path].parts)
+        block = path.rpartition(".")[0]
+        if layers[path].routed_by.needs_whole_images and has_tokens_first(model.get_submodule(block)):
+            raise ValueError(
+                f"This router needs the tokens of whole images, but {block} has the tokens before them: make it with "
+                "batch_first=True."
+            )
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
         vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them

@@ -13,6 +13,7 @@ from torch.fx import Proxy
 
 from ..layers import MoeMlp, RecordingRouter, begin_forward
 from .blocks import expert_parameters, moe_layers
+from .split import has_tokens_first
 
 _logger = logging.getLogger(__name__)
 
@@ -83,8 +84,7 @@ def _padding(block: Any, name: str, mask: Tensor) -> Tensor | None:
     """
     if name.endswith("padding_mask"):
         padding = mask.isneginf() if mask.is_floating_point() else mask != 0
-        is_transposed = isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
-        return padding.T if is_transposed and mask.ndim == 2 else padding
+        return padding.T if has_tokens_first(block) and mask.ndim == 2 else padding
     is_added = mask.is_floating_point() and mask.ndim > 2
     attends = mask > torch.finfo(mask.dtype).min if is_added else mask != 0
     if mask.ndim > 2:

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def has_tokens_first(block: nn.Module) -> bool:
+    """Tell if a block takes its tokens as (N, B, D), as torch's encoder layers do by default."""
+    return isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
+
+
 class Function(nn.Module):
     """Function as a module, e.g. the activation of an ``nn.TransformerEncoderLayer``."""
 
