@@ -28,7 +28,7 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     assert "0.4 after epoch 0 and 0.133 after epoch 2, on average over the layers" in told
     assert parts["Does the loss still fall?"].text == (
         "The evaluation loss was lowest in epoch 1: 1.3. In the last epoch, 2, it was 1.4. The training loss is that "
-        "of augmented images, with label smoothing and the routers' losses in it. "
+        "of augmented images, with any label smoothing and routers' losses in it. "
         "Left out: epoch 2, where it was not a finite number. The run may have diverged there."
     )
     assert parts["How accurate was it in each epoch?"].text.startswith("Top-1 ended at 58.00 %; the best was 58.00 %")

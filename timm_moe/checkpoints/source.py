@@ -206,7 +206,7 @@ def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
 def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor], path: Path, name: str) -> None:
     learned = [f"{path}.router." for path, layer in moe_layers(model).items() if layer.router.state_dict()]
     if learned and not any(name.startswith(tuple(learned)) for name in state_dict):
-        _logger.warning(f"{path} holds a dense model: the routers of {name} are untrained, its experts copies of one.")
+        _logger.warning(f"{path} holds a dense model: the routers of {name} are untrained, its experts made of it.")
 
 
 def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:

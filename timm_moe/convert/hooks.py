@@ -55,7 +55,7 @@ def check_loaded_layers(model: nn.Module, state_dict: dict[str, Any], prefix: st
         )
     is_sketch = any(loaded.is_meta for loaded in loaded_experts.values())
     if dense and not is_sketch and any(layer.router.state_dict() for layer in moe_layers(model).values()):
-        _logger.info("The weights are a dense model's, so the experts are copies of one, the routers untrained.")
+        _logger.info("The weights are a dense model's, of which the experts are made, the routers untrained.")
 
 
 def note_padding(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, position: int) -> None:

@@ -127,7 +127,7 @@ def _trend(losses: Points) -> str:
     if lowest is not last:
         text += f" In the last epoch, {last['epoch']}, it was {last['value']:.4g}."
     if len({point["images"] for point in losses}) > 1:
-        text += " The training loss is that of augmented images, with label smoothing and the routers' losses in it."
+        text += " The training loss is that of augmented images, with any label smoothing and routers' losses in it."
     return text
 
 
@@ -217,7 +217,7 @@ def _router_losses_part(layers: Layers) -> Part | None:
         for loss, value in layer.get("losses", {}).items()
     ]
     text = (
-        "These losses keep the experts evenly used, and are added to the training loss. Even use is 0 for importance "
-        "and load, 1 for balance."
+        "These losses are added to the training loss. z is against large logits, local_entropy for sure choices; the "
+        "others keep the experts evenly used. Even use is 0 for importance, load and global_entropy, 1 for balance."
     )
     return _part("What did the routers' losses do?", losses, text, "layer", "router's loss, without weight", "loss")
