@@ -90,10 +90,11 @@ def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled)
     assert_same(*outcomes)
 
 
-def test_reentrant_checkpointing_would_lose_the_losses():
+@pytest.mark.parametrize("options", [{}, dict(balance="bias")])
+def test_reentrant_checkpointing_would_lose_losses_and_loads(options):
     images, _ = batch()
-    model = routed_model()
+    model = routed_model(**options)
     x = model.patch_embed(images)
     y = checkpoint(model.blocks, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses"):
+    with pytest.raises(RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses and loads"):
         (y.mean() + timm_moe.auxiliary_loss(model)).backward()

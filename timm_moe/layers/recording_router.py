@@ -147,12 +147,15 @@ class RecordingRouter(Router):
         Raises:
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
         """
+        bias = getattr(self, "balancing_bias", None)
         if in_backward():  # leave out the record alone: checkpointing expects the same operators again
-            if losses and not self._recorded:
+            if (losses or bias is not None) and not self._recorded:
                 raise RuntimeError(
-                    "Reentrant gradient checkpointing loses the routers' losses: give it use_reentrant=False."
+                    "Reentrant gradient checkpointing loses the routers' losses and loads: give it use_reentrant=False."
                 )
             return
+        if bias is not None:
+            bias.count(load)
         # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
         if not torch.compiler.is_compiling() and self._added:
             return

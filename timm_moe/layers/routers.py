@@ -18,7 +18,7 @@ from .checks import check_choice, check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, images_of_group, queue, routing_to
 from .functional import no_autocast
 from .losses import balance_loss, global_entropy_loss, importance_loss, load_loss, local_entropy_loss, z_loss
-from .recording_router import RecordingRouter, in_backward
+from .recording_router import RecordingRouter
 from .router import Router
 
 LOSSES = ("importance", "load", "balance", "balance_top_k", "local_entropy", "global_entropy", "z")
@@ -199,8 +199,6 @@ class TopKRouter(RecordingRouter):
                 expert_N = expert_GSK.flatten()
                 load = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
                 losses = self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK)))
-                if self.balancing_bias is not None and not in_backward():
-                    self.balancing_bias.count(load)
                 self.record(losses, load, (routing.slots >= routing.offsets[-1]).sum(), logits_GBNE.isfinite().all())
         return routing
 
