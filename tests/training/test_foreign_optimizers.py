@@ -106,6 +106,25 @@ def test_losses_that_nobody_adds_for_an_unseen_optimizer_are_told_of_once(few_fo
     assert "average_experts_" not in told[0]
 
 
+def test_a_bias_that_an_unseen_optimizer_leaves_at_zero_is_told_of_once(few_forwards):
+    layers = layers_alone(routed_model(balance="bias"))
+    own = Own(layers)
+    told = warnings_of(layers, own.step)
+    assert len(told) == 1
+    assert "call bias.update(bias.load) of each router's balancing_bias after each step" in told[0]
+
+    def step():
+        own.step()
+        for bias in (layer.router.balancing_bias for layer in layers):
+            bias.update(bias.load)
+
+    layers = layers_alone(routed_model(balance="bias"))
+    own = Own(layers)
+    assert warnings_of(layers, step) == []
+    layers.requires_grad_(False)
+    assert warnings_of(layers, lambda: None) == []
+
+
 def test_accumulated_gradients_are_no_reason():
     assert MOST_FORWARDS >= 256
 

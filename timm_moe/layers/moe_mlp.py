@@ -142,7 +142,7 @@ class MoeMlp(Experts):
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _count_forward(self) -> None:
-        """Warn once of a layer that nobody averages, or whose losses nobody adds, as no optimizer was seen to step."""
+        """Warn once of a layer that nobody averages or balances, as no optimizer was seen to step."""
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()) or in_backward():
             return
         self.forwards_since_step += 1
@@ -154,6 +154,9 @@ class MoeMlp(Experts):
             remedies.append("call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0")
         if getattr(self.router, "discarded", False) and self.router.totals is None:
             remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")
+        bias = getattr(self.router, "balancing_bias", None)
+        if bias is not None and self.router.weight.requires_grad and not bias.steps.any():
+            remedies.append("call bias.update(bias.load) of each router's balancing_bias after each step")
         if remedies:
             for layer in living(MoeMlp):  # the others of the model are about to say the same
                 if layer.forwards_since_step >= MOST_FORWARDS - 1:
