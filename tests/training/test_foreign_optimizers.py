@@ -121,7 +121,7 @@ def test_a_bias_that_an_unseen_optimizer_leaves_at_zero_is_told_of_once(few_forw
     layers = layers_alone(routed_model(balance="bias"))
     own = Own(layers)
     assert warnings_of(layers, step) == []
-    layers.requires_grad_(False)
+    layers = layers_alone(routed_model(balance="bias").requires_grad_(False))
     assert warnings_of(layers, lambda: None) == []
 
 
