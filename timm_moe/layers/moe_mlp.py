@@ -122,7 +122,7 @@ class MoeMlp(Experts):
         if router.needs_whole_images and padding.any():
             raise ValueError(
                 f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
-                "counts images: take no group_images and no ensemble."
+                "counts images: take router='top_k' without group_images or an ensemble, or 'soft'."
             )
         return not router.needs_whole_images
 
