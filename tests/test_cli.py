@@ -11,7 +11,7 @@ import timm
 from common import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
-from timm_moe.export.export import export_moe
+from timm_moe.export.export import export_dense, export_moe
 from timm_moe_cli import main
 
 
@@ -64,6 +64,15 @@ def test_the_papers_figures_stand_beside_the_registered_model_alone(options, is_
         "no figures for these options; for the registered ones: timm-moe info vit_xtiny_ewa_moe" in out
     ) != is_registered
     assert ("prints neither size nor cost of this model" in out) == is_registered
+
+
+def test_the_papers_figures_do_not_stand_beside_a_dense_model_of_another_size(tmp_path, capsys):
+    export_dense(timm.create_model("vit_small_ewa_moe", **SMALL_VIT), tmp_path / "dense")
+    assert main(["info", f"local-dir:{tmp_path / 'dense'}"]) == 0
+    out = capsys.readouterr().out
+    assert "MACs" in out
+    assert "table" not in out
+    assert "prints no figures for these options\n" in out
 
 
 def test_info_of_routed_experts(capsys):

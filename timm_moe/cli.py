@@ -33,7 +33,7 @@ from .console import PrintableFormatter, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
-from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models
+from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models, weightless_model
 from .model_config import get_pretrained_cfg, preprocessing
 from .papers.benefits import moe_benefits
 from .papers.norms import norm_divergence
@@ -273,14 +273,15 @@ def _info(args: argparse.Namespace) -> None:
         name = get_pretrained_cfg(model)["architecture"]
         info = measure(model.to("meta"), name)
         # as registered but for the number of classes
-        as_registered = not is_registered_here(name) or info == model_info(name, num_classes=model.num_classes)
+        as_registered = info == measure(weightless_model(name, num_classes=model.num_classes), name)
     rows = info.rows()
     if norms:
         rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
     show(info.name)
     for label, value in rows.items():
         show(f"  {label:<22} {value}")
-    other = f"prints no figures for these options; for the registered ones: timm-moe info {info.name}"
+    registered = f"; for the registered ones: timm-moe info {info.name}" if is_registered_here(info.name) else ""
+    other = f"prints no figures for these options{registered}"
     for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
         show(f"  {label:<22} {text}")
 
