@@ -45,12 +45,12 @@ def main(epochs: int = 10) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)  # last: the parameters are new
 
     first = 0
-    if Path("checkpoint").is_dir():  # saved by any number of processes
+    for saved in sorted(Path("checkpoints").glob("*/.metadata"))[-1:]:  # the last file that is written to a checkpoint
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "epoch": 0}
-        dcp.load(state, checkpoint_id="checkpoint")
+        state = {"model": weights, "optimizer": moments}
+        dcp.load(state, checkpoint_id=saved.parent)  # saved by any number of processes
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        first = state["epoch"]
+        first = int(saved.parent.name)
 
     for epoch in range(first, epochs):
         model.train()
@@ -68,7 +68,7 @@ def main(epochs: int = 10) -> None:
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {100 * accuracy:.1f} %", flush=True)
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments, "epoch": epoch + 1}, checkpoint_id="checkpoint")
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"checkpoints/{epoch + 1:03}")
 
     # All processes take part. The first one gets the whole weights and loads them into a model of its own.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

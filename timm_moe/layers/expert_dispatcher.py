@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .functional import in_plain_operators
+
 
 class Dispatcher:
     """Runs the experts of this process on rows of this process: each trains on its own images (EWA).
@@ -34,7 +36,15 @@ class Dispatcher:
         """Return this process's part (L, ...) of weights that are DTensors (E, ...).
 
         Gradients are divided by the number of processes, as the loss of one process is that part of the whole.
+
+        Raises:
+            RuntimeError: in a trace or export.
         """
+        if in_plain_operators() or torch.compiler.is_exporting():
+            raise RuntimeError(
+                "Experts in different processes cannot be exported: load the whole weights (get_model_state_dict) into "
+                "a model of one process, and export that."
+            )
         parts = {name: weight.to_local() for name, weight in weights.items()}  # type: ignore[attr-defined]
         return {name: _ScaledGradient.apply(part, 1 / self.mesh.size()) for name, part in parts.items()}
 

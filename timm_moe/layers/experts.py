@@ -57,7 +57,8 @@ class Stacked(StackedParameters):
         weights = tuple(getattr(self, name) for name in names)  # torch's backward hooks know no lists
         # torch's FlopCounterMode asks what a module returns for its gradient, which inference mode does not have.
         is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        return tuple(weight.detach() for weight in weights) if is_inference else weights
+        is_plain = not hasattr(weights[0], "placements")  # a DTensor cannot be detached there
+        return tuple(weight.detach() for weight in weights) if is_inference and is_plain else weights
 
 
 class Experts(StackedParameters):
@@ -245,8 +246,8 @@ class Experts(StackedParameters):
 
     def _run(self, x_ND: Tensor, end_E: Tensor, capacity: int | None = None) -> Tensor:
         if capacity is not None:
-            rows = self.num_experts * capacity
-            y_ECD = self.run_batched(x_ND[:rows].view(self.num_experts, capacity, x_ND.shape[1]))
+            rows = len(end_E) * capacity  # of the experts of this process, where they are spread
+            y_ECD = self._run_batched(x_ND[:rows].view(-1, capacity, x_ND.shape[1]))
             return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
         is_known = end_E.is_cpu or end_E.is_meta
         if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
@@ -269,6 +270,9 @@ class Experts(StackedParameters):
         if self.dispatcher is not None:
             end_E = torch.arange(1, len(x_ECD) + 1, device=x_ECD.device) * x_ECD.shape[1]
             return self.run(x_ECD.flatten(0, 1), end_E).unflatten(0, x_ECD.shape[:2])
+        return self._run_batched(x_ECD)
+
+    def _run_batched(self, x_ECD: Tensor) -> Tensor:
         if self._grouped is not None:
             return self._call(self._grouped, self.expert_weights(), x_ECD)
         return torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])

@@ -29,7 +29,7 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
 
     Raises:
         ValueError: for another mesh or number of experts, or a model without experts, parallelized or sharded before,
-            or with merged experts; nothing is then changed.
+            or with experts that are merged, adapted (PEFT) or computed (pruned); nothing is then changed.
     """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -45,6 +45,11 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
             raise ValueError(
                 f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} experts in {name}: take "
                 "a number of processes that divides it."
+            )
+        if layer.adapted() or not all(isinstance(p, nn.Parameter) for _, p in layer.named_expert_parameters()):
+            raise ValueError(
+                f"{name} has adapters or computed weights, which cannot be spread: merge the adapters first, or take "
+                "off what computes them, as torch.nn.utils.prune.remove does."
             )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             raise ValueError(f"{name} is sharded or parallelized already: call parallelize_experts once, and first.")

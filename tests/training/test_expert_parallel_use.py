@@ -1,0 +1,231 @@
+"""Experts over processes (gloo) as they are used: on the form of a GPU, in evaluation, with what surrounds training."""
+
+import copy
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import timm
+import torch
+from common import EXAMPLES, SMALL_VIT
+from devices import equal_slots
+from processes import join_group, run_code, run_new, run_ranks
+from timm.layers import Mlp
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+import timm_moe
+from timm_moe.layers import EwaMlp
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+EWA, ROUTED = "vit_tiny_ewa_moe", "vit_tiny_moe"
+
+
+def make(name=ROUTED):
+    torch.manual_seed(0)
+    routed = dict(top_k=2, group_images=1) if name == ROUTED else {}
+    model = timm.create_model(name, **{**SMALL_VIT, "depth": 2, "num_experts": 4, **routed}, expert_init="independent")
+    for path, parameter in model.named_parameters():
+        if "router" in path:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def spread(model):
+    """As the documentation says."""
+    mesh = init_device_mesh("cpu", (2,))
+    timm_moe.parallelize_experts(model, mesh)
+    return fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
+
+
+def batch():
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(4)
+
+
+def own_experts_worker(rank, folder):
+    """Two of four experts of EWA in each process, which computes its rows by its own, evenly and in equal slots."""
+    join_group(rank, folder)
+    torch.manual_seed(0)
+    layer = EwaMlp(Mlp(5, 6), 4, "independent")
+    whole = [layer.to_ffn({n: p.detach()[e] for n, p in layer.named_expert_parameters()}) for e in range(4)]
+    timm_moe.parallelize_experts(nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (2,)))
+    x = torch.randn(1, 7, 5, generator=torch.Generator().manual_seed(rank))
+    with equal_slots():
+        y = layer(x)
+        is_of_ET = torch.stack([torch.isclose(y, network(x)).all(-1).squeeze(0) for network in whole])
+    assert sorted(is_of_ET.sum(1).tolist()) == [0, 0, 3, 4]
+    assert is_of_ET.sum(1)[2 * rank : 2 * rank + 2].sum() == 7
+    y.sum().backward()
+    torch.distributed.destroy_process_group()
+
+
+def test_each_process_computes_its_own_experts_in_equal_slots(tmp_path):
+    run_ranks(own_experts_worker, (str(tmp_path),), 2)
+
+
+def evaluation_worker(rank, folder):
+    """Batches of another size in each process, in inference mode, as timm_moe.analysis evaluates."""
+    join_group(rank, folder)
+    images, _ = batch()
+    for name in (EWA, ROUTED):
+        reference = make(name).eval()
+        model = spread(copy.deepcopy(reference))
+        with torch.inference_mode():
+            torch.testing.assert_close(model(images[rank:]), reference(images[rank:]))
+    torch.distributed.destroy_process_group()
+
+
+def test_evaluation_in_inference_mode(tmp_path):
+    run_ranks(evaluation_worker, (str(tmp_path),), 2)
+
+
+def refusals(rank, folder):
+    join_group(rank, folder)
+    images, _ = batch()
+    mesh = init_device_mesh("cpu", (2,))
+    pruned = make()
+    torch.nn.utils.prune.random_unstructured(pruned.blocks[1].mlp.fc2, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"^blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "):
+        timm_moe.parallelize_experts(pruned, mesh)
+    assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
+    for name in (EWA, ROUTED):
+        model = timm_moe.parallelize_experts(make(name).eval(), mesh)
+        with pytest.raises(RuntimeError, match=r"^Experts in different processes cannot be exported: "):
+            torch.export.export(model, (images,))
+        with pytest.raises(RuntimeError, match=r"^Experts in different processes cannot be exported: "):
+            torch.jit.trace(model, (images,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore")
+def test_refusals_beside_training(tmp_path):
+    run_ranks(refusals, (str(tmp_path),), 2)
+
+
+def step(model, optimizer, part):
+    images, labels = batch()
+    loss = F.cross_entropy(model(images[part]), labels[part]) + timm_moe.auxiliary_loss(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def ema_worker(rank, folder):
+    """An EMA copy is made first, and spread as the model is; both load whole or dense weights after that."""
+    join_group(rank, folder)
+    reference, model = make(), make()
+    averages = [ModelEmaV3(each, decay=0.5) for each in (reference, model)]
+    spread(model), spread(averages[1].module)
+    for each, ema, part in (
+        (reference, averages[0], slice(4)),
+        (model, averages[1], slice(2 * rank, 2 * rank + 2)),
+    ):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            step(each, optimizer, part)
+            ema.update(each)
+    for ours, expected in ((model, reference), (averages[1].module, averages[0].module)):
+        for path, tensor in get_model_state_dict(ours, options=FULL).items():
+            torch.testing.assert_close(tensor, expected.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path)
+
+    dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "depth": 2}).state_dict()
+    for weights in (make().state_dict(), dense):  # which has no routers: they stay
+        reference.load_state_dict(weights)
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+        for path, tensor in get_model_state_dict(model, options=FULL).items():
+            assert torch.equal(tensor, reference.state_dict()[path]), path
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_an_ema_copy_and_loading_of_whole_weights(tmp_path):
+    run_ranks(ema_worker, (str(tmp_path),), 2)
+
+
+def dying_worker(rank, folder):
+    join_group(rank, folder)
+    model = spread(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, slice(2))
+    if rank == 1:
+        os._exit(0)  # no error that would end the others
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?i)connection|gloo"):
+        for _ in range(3):
+            step(model, optimizer, slice(2))
+    assert time.monotonic() - begin < 30
+    with open(f"{folder}/ended", "x"):
+        os._exit(0)  # the group has lost a process: nothing can be taken down together
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    run_ranks(dying_worker, (str(tmp_path),), 2)
+    assert (tmp_path / "ended").exists()
+
+
+EXAMPLE = EXAMPLES / "expert_parallel.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+#: Only the folder, timm and torch: no class of this package is needed.
+OPENS = """
+import sys, timm, torch
+model = timm.create_model("local-dir:" + sys.argv[1], pretrained=True)
+assert "timm_moe" not in sys.modules and type(model) is timm.models.VisionTransformer
+print(model.eval()(torch.zeros(1, 1, 8, 8)).shape)
+"""
+
+
+def epochs_of(output):
+    return [int(number) for number in re.findall(r"^epoch (\d+): top-1", output, re.MULTILINE)]
+
+
+@pytest.mark.ci
+def test_the_example_killed_resumed_by_another_number_of_processes_and_exported(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, EXAMPLE, "50"],
+            cwd=tmp_path,
+            env={**group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        first, second = ranks
+        seen = [first.stdout.readline() for _ in range(3)]
+        second.send_signal(signal.SIGKILL)  # amid the saving of an epoch or in the next
+        seen.append(first.stdout.read())
+        assert first.wait(60) != 0  # it ends with an error
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    done = epochs_of("".join(seen))[-1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    resumed = run_new([*torchrun, EXAMPLE, str(done + 2)], cwd=tmp_path, env=ENVIRONMENT)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert epochs_of(resumed.stdout)[0] in (done, done + 1)  # the last one may not have been saved
+    assert epochs_of(resumed.stdout)[-1] == done + 2
+    assert float(re.findall(r"top-1 ([\d.]+)", resumed.stdout)[-1]) > 30
+    opened = run_code(OPENS, tmp_path / "exported", autoload="0")
+    assert opened.returncode == 0, opened.stderr
+    assert "[1, 10]" in opened.stdout
