@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import report
+from . import distributed, report
 from .protocol import Setting, cpu_name
 from .worker import begin
 
@@ -62,7 +62,9 @@ CHOICES = {"dtype": ("float32", "bfloat16"), "mode": ("eager", "compiled"), "all
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(PLAN)}; by default all")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"of {', '.join(PLAN)}; by default all; or distributed"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     for name, values in CHOICES.items():
         parser.add_argument(f"--{name}", choices=values, help="only these settings of the suites; by default all")
@@ -75,6 +77,9 @@ def main() -> None:
     )
     parser.add_argument("--report", action="store_true", help="measure nothing, write the report of earlier results")
     args = parser.parse_args()
+    if args.suites == ["distributed"]:  # counted, not timed
+        distributed.write()
+        return
     unknown = set(args.suites) - set(PLAN)
     if unknown:
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
