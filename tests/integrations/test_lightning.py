@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import EXAMPLES, SMALL_VIT
+from common import EXAMPLES, ROOT, SMALL_VIT
+from documents import blocks_of
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from processes import run_code, run_ranks, run_script
@@ -425,11 +426,15 @@ def test_the_example(tmp_path):
     assert (tmp_path / "exported/model.safetensors").is_file()
 
 
-def ddp_worker(rank, folder, port):
+def join_torchrun(rank, port):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="0", GROUP_RANK="0")
     os.environ.update(LOCAL_WORLD_SIZE="2")
     torch.set_num_threads(1)
+
+
+def ddp_worker(rank, folder, port):
+    join_torchrun(rank, port)
     differences = []
     for model in (EWA, ROUTED):
         whole, part = resumed(Scheduled, model, Path(folder, model[0]), lambda: [shuffled()], strategy="ddp", devices=2)
@@ -437,11 +442,36 @@ def ddp_worker(rank, folder, port):
     torch.save({"differences": differences, "weights": whole.state_dict()}, f"{folder}/rank{rank}.pt")
 
 
-def test_ddp(tmp_path):
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_ranks(ddp_worker, (str(tmp_path), port), 2)
+        return free.getsockname()[1]
+
+
+def test_ddp(tmp_path):
+    run_ranks(ddp_worker, (str(tmp_path), free_port()), 2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["differences"] == second["differences"] == [0.0, 0.0]
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+
+
+def spread_worker(rank, folder, port, text):
+    """The program of docs/trainers.md in two processes."""
+    join_torchrun(rank, port)
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    exec(text.replace("max(1, torch.cuda.device_count())", "2"), names)
+    trainer = names["trainer"]
+    (layer, *_) = moe_layers(trainer.lightning_module).values()
+    assert all(2 * len(p.to_local()) == len(p) == layer.num_experts for _, p in layer.named_expert_parameters())
+    assert trainer.global_step == 1347 // 2 // 64 + 1
+    metrics = {name: float(number) for name, number in trainer.callback_metrics.items()}
+    torch.save(metrics, f"{folder}/rank{rank}.pt")
+
+
+def test_experts_over_processes(tmp_path):
+    (block,) = (b for b in blocks_of(ROOT / "docs/trainers.md") if "ModelParallelStrategy" in b.text)
+    run_ranks(spread_worker, (str(tmp_path), free_port(), block.text), 2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert first == second
+    assert 1 <= first["router/model.blocks.1.mlp/balance_loss"] < 1.5

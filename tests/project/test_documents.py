@@ -64,7 +64,7 @@ NOT_RUN = {
     "pip install": "installs packages",
     "hf auth login": "asks for a token",
     "git clone": "downloads",
-    "torchrun": "starts several processes: tests/training/test_ddp.py, tests/training/test_fsdp.py",
+    "torchrun": "starts several processes: test_ddp.py, test_fsdp.py, test_expert_parallel_use.py in tests/training",
     "pytest": "runs this file too",
     "ruff": "a part of .ci/run",
     "mypy": "a part of .ci/run",
@@ -124,6 +124,13 @@ BEFORE = {
     "docs/trainers.md: Several processes": IMPORTS
     + SMALL_MODEL.replace("small", "small_ewa")
     + """
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+""",
+    "docs/trainers.md: Experts over processes": IMPORTS
+    + SMALL_MODEL
+    + """
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 """,

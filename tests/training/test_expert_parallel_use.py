@@ -122,6 +122,39 @@ def step(model, optimizer, part):
     optimizer.zero_grad()
 
 
+def train(model, optimizer, part, steps):
+    for _ in range(steps):
+        step(model, optimizer, part)
+
+
+def compiled_worker(rank, folder, name):
+    """Compiled blocks, and gradients that are accumulated before the processes exchange them."""
+    join_group(rank, folder)
+    images, labels = batch()
+    reference = make(name)
+    model = copy.deepcopy(reference)
+    models = [spread(reference), spread(model)]
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    for each in models:
+        torch.manual_seed(rank)  # of the partitions of EWA
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for last in (False, True):
+            each.set_requires_gradient_sync(last or each is reference)
+            (F.cross_entropy(each(images), labels) + timm_moe.auxiliary_loss(each)).backward()
+        optimizer.step()
+    expected = get_model_state_dict(reference, options=FULL)
+    for path, tensor in get_model_state_dict(model, options=FULL).items():
+        torch.testing.assert_close(tensor, expected[path], rtol=1e-4, atol=1e-6, msg=path)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", [EWA, ROUTED])
+def test_compiled_blocks_and_accumulation(tmp_path, name):
+    run_ranks(compiled_worker, (str(tmp_path), name), 2)
+
+
 def ema_worker(rank, folder):
     """An EMA copy is made first, and spread as the model is; both load whole or dense weights after that."""
     join_group(rank, folder)
@@ -163,8 +196,7 @@ def dying_worker(rank, folder):
         os._exit(0)  # no error that would end the others
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?i)connection|gloo"):
-        for _ in range(3):
-            step(model, optimizer, slice(2))
+        train(model, optimizer, slice(2), steps=3)
     assert time.monotonic() - begin < 30
     with open(f"{folder}/ended", "x"):
         os._exit(0)  # the group has lost a process: nothing can be taken down together
