@@ -99,6 +99,11 @@ def refusals(rank, folder):
     with pytest.raises(ValueError, match=r"^blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "):
         timm_moe.parallelize_experts(pruned, mesh)
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spread(model)
+    with pytest.raises(ValueError, match=r"^This optimizer is older than the experts in blocks\.1\.mlp: "):
+        step(model, optimizer, slice(4))
     for name in (EWA, ROUTED):
         model = timm_moe.parallelize_experts(make(name).eval(), mesh)
         with pytest.raises(RuntimeError, match=r"^Experts in different processes cannot be exported: "):

@@ -1,5 +1,6 @@
 """Expert parallelism: each process holds some experts of every layer."""
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,8 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             raise ValueError(f"{name} is sharded or parallelized already: call parallelize_experts once, and first.")
     for layer in layers.values():
+        # An optimizer made before would leave the experts untrained: its first step refuses these.
+        layer.replaced += tuple(weakref.ref(stacked) for _, stacked in layer.named_expert_parameters())
         for name, stacked in layer.named_expert_parameters():
             path, _, own = name.rpartition(".")
             spread = nn.Parameter(distribute_tensor(stacked.detach(), mesh, [Shard(0)]), stacked.requires_grad)

@@ -50,8 +50,9 @@ def refuse_dense(optimizer: Optimizer, layers: Iterable[MoeMlp]) -> None:
         replaced = any(id(parameter) in held for reference in layer.replaced if (parameter := reference()) is not None)
         if replaced and not is_frozen and layer not in trained:
             raise ValueError(
-                f"This optimizer is older than the experts in {layer.path}: it holds the dense weights whose place "
-                "they took, and would leave them untrained. Create it from the model's parameters after convert_to_moe."
+                f"This optimizer is older than the experts in {layer.path}: it holds the weights whose place they "
+                "took, and would leave them untrained. Create it from the model's parameters after convert_to_moe and "
+                "parallelize_experts."
             )
     for stacked in (stacked for layer in trained for _, stacked in layer.named_expert_parameters()):
         state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for other processes' parts
