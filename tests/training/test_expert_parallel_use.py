@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import timm_moe
-from timm_moe.layers import EwaMlp
+from timm_moe.layers import EwaMlp, Router, routing_to
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
 
@@ -53,6 +53,19 @@ def batch():
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(4)
 
 
+def step(model, optimizer, part):
+    images, labels = batch()
+    loss = F.cross_entropy(model(images[part]), labels[part]) + timm_moe.auxiliary_loss(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(model, optimizer, part, steps):
+    for _ in range(steps):
+        step(model, optimizer, part)
+
+
 def own_experts_worker(rank, folder):
     """Two of four experts of EWA in each process, which computes its rows by its own, evenly and in equal slots."""
     join_group(rank, folder)
@@ -72,6 +85,43 @@ def own_experts_worker(rank, folder):
 
 def test_each_process_computes_its_own_experts_in_equal_slots(tmp_path):
     run_ranks(own_experts_worker, (str(tmp_path),), 2)
+
+
+class ByProcess(Router):
+    """Sends the images of four processes to the experts that they hold in a mesh of two by two."""
+
+    depends_on_input = False
+
+    def forward(self, x):
+        expert = torch.tensor([0, 1, 0, 1]).repeat_interleave(x[..., 0].numel() // 4).unsqueeze(1)
+        return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), 2)
+
+
+def two_by_two_worker(rank, folder):
+    """EWA of two experts in four processes: two hold parts of the same expert and train it on their images."""
+    join_group(rank, folder, 4)
+    torch.manual_seed(0)
+    model = timm.create_model(EWA, **{**SMALL_VIT, "depth": 2, "num_experts": 2}, expert_init="independent")
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    timm_moe.parallelize_experts(model, mesh["ep"])
+    for layer in timm_moe.moe_layers(model).values():
+        fully_shard(layer, mesh=mesh["efsdp"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    for layer in timm_moe.moe_layers(reference).values():
+        layer.router = ByProcess(2)
+    for each, part in ((model, slice(rank, rank + 1)), (reference, slice(4))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, foreach=False)
+        timm_moe.ExpertWeightAveraging(each, optimizer, share_rate=0.3, total_updates=3)
+        train(each, optimizer, part, steps=3)
+    for path, tensor in get_model_state_dict(model, options=FULL).items():
+        torch.testing.assert_close(tensor, reference.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_ewa_in_two_dimensions(tmp_path):
+    run_ranks(two_by_two_worker, (str(tmp_path),), 4)
 
 
 def evaluation_worker(rank, folder):
@@ -117,19 +167,6 @@ def refusals(rank, folder):
 @pytest.mark.filterwarnings("ignore")
 def test_refusals_beside_training(tmp_path):
     run_ranks(refusals, (str(tmp_path),), 2)
-
-
-def step(model, optimizer, part):
-    images, labels = batch()
-    loss = F.cross_entropy(model(images[part]), labels[part]) + timm_moe.auxiliary_loss(model)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train(model, optimizer, part, steps):
-    for _ in range(steps):
-        step(model, optimizer, part)
 
 
 def compiled_worker(rank, folder, name):
