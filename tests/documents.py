@@ -92,3 +92,12 @@ def run_command(words):
         sys.exit(main(sys.argv))
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def before_spread_classifier(blocks):
+    """Return what the program of experts over processes in Lightning needs: the one in one process, without its run."""
+    (alone,) = (block.text for block in blocks if block.section == "docs/trainers.md: Lightning")
+    return alone.partition("module = ")[0] + (
+        "from lightning.pytorch.strategies import ModelParallelStrategy\n"
+        "from torch.distributed.fsdp import FSDPModule, fully_shard\n"
+    )

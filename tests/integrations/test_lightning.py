@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 from common import EXAMPLES, ROOT, SMALL_VIT
-from documents import blocks_of
+from documents import before_spread_classifier, blocks_of
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from processes import run_code, run_ranks, run_script
@@ -470,8 +470,9 @@ def spread_worker(rank, folder, port, text):
 
 
 def test_experts_over_processes(tmp_path):
-    (block,) = (b for b in blocks_of(ROOT / "docs/trainers.md") if "ModelParallelStrategy" in b.text)
-    run_ranks(spread_worker, (str(tmp_path), free_port(), block.text), 2)
+    blocks = blocks_of(ROOT / "docs/trainers.md")
+    (program,) = (block.text for block in blocks if "ModelParallelStrategy" in block.text)
+    run_ranks(spread_worker, (str(tmp_path), free_port(), before_spread_classifier(blocks) + program), 2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first == second
     assert 1 <= first["router/model.blocks.1.mlp/balance_loss"] < 1.5

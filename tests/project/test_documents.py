@@ -21,7 +21,7 @@ import pytest
 import timm
 import torch
 from common import write_images
-from documents import LANGUAGES, PAGES, ROOT, blocks_of
+from documents import LANGUAGES, PAGES, ROOT, before_spread_classifier, blocks_of
 from hub_server import hub_server
 from PIL import Image
 from processes import run_code
@@ -134,6 +134,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 """,
+    "docs/trainers.md: Experts over processes in Lightning": before_spread_classifier(BLOCKS),
     "docs/vimoe.md: Dense prediction": IMPORTS
     + "images, masks = torch.randn(1, 3, 518, 518), torch.zeros(1, 37, 37, dtype=torch.long)\n"
     + "head, criterion = torch.nn.Conv2d(384, 2, 1), torch.nn.CrossEntropyLoss()\n",
@@ -174,7 +175,7 @@ def load_what_is_here(model, pretrained_cfg=None, **options):
         load_pretrained(model, pretrained_cfg, **options)
 
 builder.load_pretrained = load_what_is_here
-from documents import run_section
+from documents import before_spread_classifier, run_section
 run_section(json.load(sys.stdin))
 """
 
