@@ -246,8 +246,9 @@ class Experts(StackedParameters):
 
     def _run(self, x_ND: Tensor, end_E: Tensor, capacity: int | None = None) -> Tensor:
         if capacity is not None:
-            rows = len(end_E) * capacity  # of the experts of this process, where they are spread
-            y_ECD = self._run_batched(x_ND[:rows].view(-1, capacity, x_ND.shape[1]))
+            shape_ECD = len(end_E), capacity, x_ND.shape[1]  # E of this process, where experts are spread
+            rows = len(end_E) * capacity
+            y_ECD = self._run_batched(x_ND[:rows].view(shape_ECD))
             return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
         is_known = end_E.is_cpu or end_E.is_meta
         if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
