@@ -123,7 +123,7 @@ def test_what_is_published_says_how_it_was_made(tmp_path):
     pushed = timm_moe.push_dense(str(tmp_path / "dense"), "someone/model", dry_run=True)
     assert "which learned weights fuse into one network (ExFusion" in pushed.card
     assert "riquelme" not in pushed.card
-    with pytest.raises(ValueError, match=r"fused experts.*no routes to show"):
+    with pytest.raises(ValueError, match=r"fused experts.*no routes of classes"):
         routed_layers(fused_vit())
     del model
 
