@@ -10,7 +10,12 @@ from common import SMALL_VIT
 from processes import join_group, run_ranks
 from timm.layers import Mlp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -164,6 +169,48 @@ def test_a_checkpoint_of_four_processes_opens_in_one_and_two(tmp_path):
         folder = tmp_path / str(processes)
         folder.mkdir()
         run_ranks(saving_worker, (str(folder), processes), processes)
+
+
+def resuming_worker(rank, folder):
+    """Two steps, then two more by models and optimizers of their own from the checkpoint of the first two."""
+    join_group(rank, folder)
+    images, targets, _ = whole_batch(1, 2)
+    mesh, own = init_device_mesh("cpu", (2,)), slice(8 * rank, 8 * rank + 8)
+
+    def two_steps(model, optimizer):
+        for _ in range(2):
+            (F.cross_entropy(model(images[own]), targets[own]) + timm_moe.auxiliary_loss(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def begin():
+        model = timm_moe.parallelize_experts(make_model("sigmoid, bias"), mesh)
+        shard(model, mesh, 2)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    model, optimizer = begin()
+    two_steps(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/saved")
+    two_steps(model, optimizer)
+    other, its_optimizer = begin()
+    weights, moments = get_state_dict(other, its_optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=f"{folder}/saved")
+    set_state_dict(other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    two_steps(other, its_optimizer)
+    for (name, expected), resumed in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(local(expected), local(resumed)), name
+    torch.distributed.destroy_process_group()
+
+
+def local(tensor):
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
+@pytest.mark.ci
+def test_resuming_goes_on_bit_for_bit(tmp_path):
+    run_ranks(resuming_worker, (str(tmp_path),), 2)
 
 
 class ByImage(Router):
