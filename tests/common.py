@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import timm
 import torch
 from PIL import Image
@@ -53,6 +54,13 @@ FAMILIES = {
 
 #: Brightness that a class adds to red, green and blue.
 COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)])
+
+
+def first_of(cases, number=1):
+    """Leave all cases of a parameter but the first ones to `.ci/run`."""
+    cases = list(cases)
+    longer = (case if isinstance(case, tuple) else (case,) for case in cases[number:])
+    return [*cases[:number], *(pytest.param(*case, marks=pytest.mark.ci) for case in longer)]
 
 
 def make_model(name="vit_tiny_moe", **options):

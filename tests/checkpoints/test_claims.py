@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import SMALL_VIT, first_of
 from exported import OPTIONS, SPEC, edit
 from timm.models import save_for_hf
 from torch.overrides import TorchFunctionMode
@@ -99,7 +99,7 @@ def test_a_nested_argument(quickly, tmp_path, name, kind):
     assert len(text) < 5000
 
 
-@pytest.mark.parametrize("kind", NESTS)
+@pytest.mark.parametrize("kind", first_of(NESTS, 2))
 def test_nests_in_other_places(quickly, tmp_path, kind):
     content = torch.load(save(tmp_path / "a.pth"), weights_only=False)
     changes = [
@@ -158,7 +158,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "folder", "checkpoint with optimizer", "dense checkpoint"])
+@pytest.mark.parametrize("kind", first_of(["checkpoint", "folder", "checkpoint with optimizer", "dense checkpoint"], 2))
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_that_the_weights_do_not_have(quickly, ewa_vit, dense_vit, tmp_path, name, kind):
     """Said before a model of these sizes is made: the file's own tensors are compared first."""

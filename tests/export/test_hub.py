@@ -321,10 +321,10 @@ def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):
 @pytest.mark.parametrize(
     "step",
     [
-        *("preupload", "commit"),
+        "commit",
         *(
             pytest.param(step, marks=pytest.mark.ci)
-            for step in ("create", "branch", "validate_yaml", "lfs_batch", "upload")
+            for step in ("preupload", "create", "branch", "validate_yaml", "lfs_batch", "upload")
         ),
     ],
 )

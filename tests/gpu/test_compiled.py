@@ -32,7 +32,8 @@ WAYS = {
     ],
     indirect=["device"],
 )
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.ci) for name in NAMES[1:])])
+@pytest.mark.ci
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_steps_are_those_of_eager_mode(device, options, name):
     torch.compiler.reset()
     eager, model = family(name).to(device), family(name).to(device)

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from common import FAMILIES, family
+from common import FAMILIES, family, first_of
 from devices import equal_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -365,13 +365,6 @@ def test_all_rows_at_one_expert():
     torch.testing.assert_close(layer(x, routing=routing), expert(x))
 
 
-IN_SHORT = ("top-2, capacity",)
-
-
-def families():
-    return [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.ci) for name in FAMILIES]
-
-
 def step(model, call, images):
     torch.manual_seed(3)
     loss = call(images).square().mean() + timm_moe.auxiliary_loss(model)
@@ -396,7 +389,8 @@ def test_a_training_step_as_one_graph_for_any_batch(name, are_equal):
             equal(step(model, compiled, images), step(model, model, images), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.ci
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
     model = family(name).eval()
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
@@ -408,7 +402,7 @@ def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
             torch.testing.assert_close(compiled(images), model(images))
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", first_of(["top-2, capacity", *sorted(FAMILIES.keys() - {"top-2, capacity"})]))
 def test_no_count_is_read_in_eager_mode(name):
     """Nobody can read a number of a tensor on the meta device."""
     model = family(name).to("meta")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from common import ROOT
+from common import ROOT, first_of
 from processes import run_code
 
 import timm_moe_autoload
@@ -36,12 +36,14 @@ def _search(path):
 
 @pytest.mark.parametrize(
     "imports",
-    [
-        pytest.param("import torch, timm", marks=pytest.mark.ci),
-        pytest.param("import timm", marks=pytest.mark.ci),
-        pytest.param("from timm import utils", marks=pytest.mark.ci),
-        "import torch\nfrom timm.models import create_model",
-    ],
+    first_of(
+        [
+            "import torch\nfrom timm.models import create_model",
+            "import torch, timm",
+            "import timm",
+            "from timm import utils",
+        ]
+    ),
 )
 def test_models_are_there_whatever_is_imported_first(imports):
     done = run(f"{imports}\nimport timm\nassert timm.is_model('vit_small_ewa_moe')")
@@ -145,17 +147,20 @@ print(*sorted(seen.items()))
 
 @pytest.mark.parametrize(
     ("first", "name"),
-    [
-        ("timm", "timm"),
-        ("timm", "timm.layers"),
-        ("timm", "timm_moe"),
-        ("timm", "timm_moe.layers"),
-        ("timm_moe", "timm_moe"),
-        ("timm_moe", "timm"),
-        ("timm_moe", "timm.models.vision_transformer"),
-        ("timm_moe", "timm_moe.layers"),
-        ("timm_moe", "timm_moe.models"),
-    ],
+    first_of(
+        [
+            ("timm", "timm"),
+            ("timm", "timm.layers"),
+            ("timm", "timm_moe"),
+            ("timm", "timm_moe.layers"),
+            ("timm_moe", "timm_moe"),
+            ("timm_moe", "timm"),
+            ("timm_moe", "timm.models.vision_transformer"),
+            ("timm_moe", "timm_moe.layers"),
+            ("timm_moe", "timm_moe.models"),
+        ],
+        2,
+    ),
 )
 def test_threads_that_import_timm_and_the_package_at_once(first, name):
     done = run_code(THREADS, first, name, modules=BEFORE_TIMM)

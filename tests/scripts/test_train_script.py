@@ -190,7 +190,7 @@ def test_the_routers_losses_are_in_the_loss_that_train_py_logs(images, tmp_path)
     "options",
     [
         ["--grad-accum-steps", "4", "--clip-grad", "1"],
-        ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
+        longer(["--aug-splits", "3", "--aa", "original", "--jsd-loss"]),
         longer(["--amp", "--amp-dtype", "bfloat16", "--model-ema"]),
         longer(["--mixup", "0.8", "--cutmix", "1", "--bce-loss"]),
         longer(["--grad-checkpointing", "--smoothing", "0.1"]),
@@ -351,6 +351,7 @@ def test_small_data_models_with_shifted_patches_and_locality_attention(images, t
     assert dense == f"{float(summary(tmp_path / 'output/train/a')[-1]['eval_top1']):.3f}"
 
 
+@pytest.mark.ci
 def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
     """Run train.py and timm-moe as they are with examples/own_router.py."""
     example = ROOT / "examples/own_router.py"
