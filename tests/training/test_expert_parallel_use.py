@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 from common import EXAMPLES, SMALL_VIT
-from devices import equal_slots
+from devices import WIDTH, ByTwo, equal_slots
 from processes import join_group, run_code, run_new, run_ranks
 from timm.layers import Mlp
 from timm.utils import ModelEmaV3
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import timm_moe
-from timm_moe.layers import EwaMlp, Router, routing_to
+from timm_moe.layers import EwaMlp, MoeMlp, Router, TopKRouter, routing_to
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
 
@@ -43,7 +43,7 @@ def make(name=ROUTED):
 
 
 def spread(model):
-    """As the documentation says."""
+    """Spread a model in the order that the documentation gives."""
     mesh = init_device_mesh("cpu", (2,))
     timm_moe.parallelize_experts(model, mesh)
     return fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
@@ -195,6 +195,23 @@ def compiled_worker(rank, folder, name):
 @pytest.mark.parametrize("name", [EWA, ROUTED])
 def test_compiled_blocks_and_accumulation(tmp_path, name):
     run_ranks(compiled_worker, (str(tmp_path), name), 2)
+
+
+def ungrouped_worker(rank, folder):
+    """A network that runs expert by expert, compiled, where the compiler would run every expert on every row."""
+    join_group(rank, folder)
+    torch.manual_seed(0)
+    layer = MoeMlp(ByTwo(), TopKRouter(WIDTH, 4, 2), 4, "independent").eval()
+    x, model = torch.randn(3, 5, WIDTH), nn.ModuleDict({"mlp": layer})
+    expected = layer(x)
+    timm_moe.parallelize_experts(model, init_device_mesh("cpu", (2,)))
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x), expected)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_a_compiled_network_that_runs_expert_by_expert(tmp_path):
+    run_ranks(ungrouped_worker, (str(tmp_path),), 2)
 
 
 def ema_worker(rank, folder):

@@ -3,6 +3,7 @@
 Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, N slots of the experts.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 
 from .functional import in_plain_operators
 
-ROUNDINGS = ("ceil", "round", "floor")
+#: Round n / d for whole numbers n >= 0 and d; ONNX truncates quotients of negative numbers.
+ROUNDINGS: dict[str, Callable[[int, int], int]] = {
+    "ceil": lambda n, d: (n + d - 1) // d,
+    "round": lambda n, d: (2 * n + d - 1 + n // d % 2) // (2 * d),
+    "floor": lambda n, d: n // d,
+}
 
 
 class Routing(NamedTuple):
@@ -79,13 +85,7 @@ def expert_capacity(
     """
     # In whole numbers: torch.compile may make a symbol of a float, and no size can follow from that.
     factor = Fraction(capacity_factor).limit_denominator(10**6)
-    numerator, denominator = choices * factor.numerator, factor.denominator * num_experts
-    if rounding == "ceil":
-        capacity = (numerator + denominator - 1) // denominator  # ONNX truncates quotients of negative numbers
-    elif rounding == "floor":
-        capacity = numerator // denominator
-    else:
-        capacity = (2 * numerator + denominator - 1 + numerator // denominator % 2) // (2 * denominator)
+    capacity = ROUNDINGS[rounding](choices * factor.numerator, factor.denominator * num_experts)
     if isinstance(capacity, Tensor):  # in a trace, where a number would remain the size of the traced batch
         capacity = capacity.clamp(min=1)
     elif capacity < 1:
@@ -93,7 +93,7 @@ def expert_capacity(
             f"capacity_factor={capacity_factor} leaves no place: {choices} choices over {num_experts} experts give a "
             f"capacity of {capacity}, below 1."
         )
-    capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
+    capacity = ROUNDINGS["ceil"](capacity, multiple_of) * multiple_of
     if most is None:
         return capacity
     return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)

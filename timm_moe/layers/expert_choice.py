@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .checks import check_choice, check_integer, check_number
 from .dispatch import Routing, expert_capacity, has_equal_slots, images_of_group
 from .functional import no_autocast
-from .router import Router
+from .router import Router, linear_logits, with_noise
 
 GATE_MODES = ("prob", "renorm")
 
@@ -83,7 +83,11 @@ class ExpertChoiceRouter(Router):
         images, experts = images_of_group(batch, self.group_images, self.training), self.num_experts
         groups, size = batch // images, images * rows
         capacity = expert_capacity(size, experts, self.capacity_factor, "round", multiple_of=1, most=size)
-        gate_GSE = self._gates(x.reshape(groups, size, x.shape[-1]))
+        with no_autocast(x):
+            logits_GSE = linear_logits(x.reshape(groups, size, x.shape[-1]), self.weight)
+            if self.noise_std and self.training:
+                logits_GSE = with_noise(logits_GSE, self.noise_std)
+            gate_GSE = logits_GSE.softmax(2)
         row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
         slot_GEC = torch.arange(experts * groups * capacity, device=x.device).view(experts, groups, -1).transpose(0, 1)
         unused = experts * groups * capacity  # the last slot, for rows that an expert did not take
@@ -101,14 +105,6 @@ class ExpertChoiceRouter(Router):
             gates=gate_GSE.flatten(0, 1),
             capacity=groups * capacity if has_equal_slots(x.device) else None,
         )
-
-    def _gates(self, x: Tensor) -> Tensor:
-        with no_autocast(x):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype))
-            if self.noise_std and self.training:
-                logits = logits + torch.randn_like(logits) * (self.noise_std / self.num_experts)
-            return logits.softmax(-1)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, capacity_factor={self.capacity_factor}"

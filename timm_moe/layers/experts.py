@@ -248,7 +248,7 @@ class Experts(StackedParameters):
         if capacity is not None:
             shape_ECD = len(end_E), capacity, x_ND.shape[1]  # E of this process, where experts are spread
             rows = len(end_E) * capacity
-            y_ECD = self._run_batched(x_ND[:rows].view(shape_ECD))
+            y_ECD = self.run_batched(x_ND[:rows].view(shape_ECD))
             return nn.functional.pad(y_ECD.flatten(0, 1), (0, 0, 0, x_ND.shape[0] - rows))
         is_known = end_E.is_cpu or end_E.is_meta
         if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
@@ -267,13 +267,7 @@ class Experts(StackedParameters):
         return y_NH.masked_fill(is_after_N1, 0)
 
     def run_batched(self, x_ECD: Tensor) -> Tensor:
-        """Apply each expert to C rows, (E, C, D), by batched products that need no counts."""
-        if self.dispatcher is not None:
-            end_E = torch.arange(1, len(x_ECD) + 1, device=x_ECD.device) * x_ECD.shape[1]
-            return self.run(x_ECD.flatten(0, 1), end_E).unflatten(0, x_ECD.shape[:2])
-        return self._run_batched(x_ECD)
-
-    def _run_batched(self, x_ECD: Tensor) -> Tensor:
+        """Apply each expert of this process to C rows, (E, C, D), by batched products that need no counts."""
         if self._grouped is not None:
             return self._call(self._grouped, self.expert_weights(), x_ECD)
         return torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])

@@ -135,9 +135,9 @@ class MoeMlp(Experts):
         self._count_forward()
         routing = self.router(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
-        if in_plain_operators() or (torch.compiler.is_compiling() and not self.is_grouped):
+        if in_plain_operators() or (torch.compiler.is_compiling() and not (self.is_grouped or self.dispatcher)):
             y_TD = self._weigh_all(x_TD, routing)
-        else:
+        else:  # a dispatcher computes outside of compiled code
             y_TD = combine(self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity), routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 

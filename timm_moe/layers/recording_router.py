@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
+from .balancing_bias import BalancingBias
 from .router import Router
 
 #: Never entered: only asked whether backward is running.
@@ -50,15 +51,18 @@ class RecordingRouter(Router):
     Args:
         num_experts: E.
         loss_weights: weight of each loss by name; a loss without a weight is not computed.
+        bias_rate: rate of a bias that balances the experts; 0 for no bias.
 
     Attributes:
+        balancing_bias: bias that the recorded loads move, for the choice of subclasses; or None.
         records: records whose losses wait, in the order of the calls.
         discarded: whether a forward dropped losses that waited, since the last optimizer step.
         totals: sums over the records whose losses were added, see :mod:`timm_moe.training.router_losses`.
     """
 
-    def __init__(self, num_experts: int, loss_weights: dict[str, float]):
+    def __init__(self, num_experts: int, loss_weights: dict[str, float], bias_rate: float = 0.0):
         super().__init__(num_experts)
+        self.balancing_bias = BalancingBias(num_experts, bias_rate) if bias_rate else None
         self.loss_weights = loss_weights
         self.totals: Any = None
         self.forget()
@@ -147,15 +151,14 @@ class RecordingRouter(Router):
         Raises:
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
         """
-        bias = getattr(self, "balancing_bias", None)
         if in_backward():  # leave out the record alone: checkpointing expects the same operators again
-            if (losses or bias is not None) and not self._recorded:
+            if (losses or self.balancing_bias is not None) and not self._recorded:
                 raise RuntimeError(
                     "Reentrant gradient checkpointing loses the routers' losses and loads: give it use_reentrant=False."
                 )
             return
-        if bias is not None:
-            bias.count(load)
+        if self.balancing_bias is not None:
+            self.balancing_bias.count(load)
         # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
         if not torch.compiler.is_compiling() and self._added:
             return

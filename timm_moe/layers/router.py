@@ -4,7 +4,19 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
+
+
+def linear_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
+    """Product of rows (..., D) with a router's weights, (..., E), in float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return nn.functional.linear(x.to(dtype), weight_ED.to(dtype))
+
+
+def with_noise(logits: Tensor, noise_std: float) -> Tensor:
+    """Add normal noise of standard deviation ``noise_std / E`` to logits (..., E)."""
+    return logits + torch.randn_like(logits) * (noise_std / logits.shape[-1])
 
 
 class Router(nn.Module):

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .balancing_bias import BalancingBias
 from .checks import check_choice, check_flag, check_integer, check_number
 from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, images_of_group, queue, routing_to
 from .functional import no_autocast
 from .losses import balance_loss, global_entropy_loss, importance_loss, load_loss, local_entropy_loss, z_loss
 from .recording_router import RecordingRouter
-from .router import Router
+from .router import Router, linear_logits, with_noise
 
 LOSSES = ("importance", "load", "balance", "balance_top_k", "local_entropy", "global_entropy", "z")
 SCORES = ("softmax", "sigmoid")
@@ -80,7 +79,7 @@ class TopKRouter(RecordingRouter):
             its losses alone; ``"renorm"``, its gate divided by the sum of the chosen experts' gates.
         score: ``"softmax"``, or ``"sigmoid"``, by which experts do not compete (DeepSeek-V3, arXiv 2412.19437).
         route_scale: factor of all gates.
-        bias_rate: rate of a :class:`BalancingBias` on the gates, for the choice alone; 0 for no bias.
+        bias_rate: rate of a bias on the gates, for the choice alone (:class:`BalancingBias`); 0 for no bias.
 
     Attributes:
         weight: (E, D) parameter.
@@ -130,7 +129,7 @@ class TopKRouter(RecordingRouter):
             raise ValueError(
                 "The load loss is about noise on the logits: give a noise_std above 0, or leave the loss out."
             )
-        super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight})
+        super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight}, bias_rate)
         is_always_one = gate_mode == "one" or (gate_mode == "renorm" and top_k == 1)
         if is_always_one and top_k < num_experts and not self.loss_weights.keys() - {"z"}:
             warnings.warn(
@@ -149,7 +148,6 @@ class TopKRouter(RecordingRouter):
         self.gate_mode = gate_mode
         self.score = score
         self.route_scale = route_scale
-        self.balancing_bias = BalancingBias(num_experts, bias_rate) if bias_rate else None
         self.part_size = num_experts  # experts among which a row chooses
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
@@ -188,9 +186,8 @@ class TopKRouter(RecordingRouter):
         capacity = self._capacity(batch // groups * rows)
         with no_autocast(x):
             logits_GBNE = self._logits(x_GBND)
-            noisy_GBNE = logits_GBNE
-            if self.noise_std and (self.training or self.noisy_in_eval):
-                noisy_GBNE = logits_GBNE + torch.randn_like(logits_GBNE) * (self.noise_std / logits_GBNE.shape[3])
+            is_noisy = self.noise_std and (self.training or self.noisy_in_eval)
+            noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
             gate_GBNE = self._gates(noisy_GBNE)
             chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, self.balancing_bias)
             expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
@@ -229,8 +226,7 @@ class TopKRouter(RecordingRouter):
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
         """(G, B, N, E) logits of the experts among which a row chooses."""
-        dtype = torch.promote_types(x_GBND.dtype, torch.float32)
-        return nn.functional.linear(x_GBND.to(dtype), self.weight.to(dtype))
+        return linear_logits(x_GBND, self.weight)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
         """The chosen experts, numbered among all experts."""

@@ -114,8 +114,9 @@ class SoftMoeMlp(MoeMlp):
         return y_BND.unflatten(1, x.shape[1:-1])
 
     def _run_slots(self, x_ECD: Tensor) -> Tensor:
-        """Apply each expert to its C rows: as runs on a CPU, where that is faster."""
-        if not (x_ECD.is_cpu and self.is_grouped) or in_plain_operators() or torch.compiler.is_exporting():
+        """Apply each expert to its C rows: as runs to other processes, and on a CPU, where that is faster."""
+        has_runs = x_ECD.is_cpu and self.is_grouped and not in_plain_operators() and not torch.compiler.is_exporting()
+        if self.dispatcher is None and not has_runs:
             return self.run_batched(x_ECD)
-        offsets = torch.arange(1, self.num_experts + 1) * x_ECD.shape[1]
+        offsets = torch.arange(1, self.num_experts + 1, device=x_ECD.device) * x_ECD.shape[1]
         return self.run(x_ECD.flatten(0, 1), offsets).unflatten(0, x_ECD.shape[:2])

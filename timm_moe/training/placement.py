@@ -36,19 +36,17 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     return place
 
 
-def local_part(stacked: Tensor) -> Tensor:
+def local_part(stacked: Any) -> Tensor:
     """Return the part of a stacked parameter, (E, ...), that this process holds; it shares the memory."""
-    parameter: Any = stacked  # a DTensor, or no such thing
-    return parameter.to_local() if hasattr(stacked, "placements") else stacked
+    return stacked.to_local() if hasattr(stacked, "placements") else stacked
 
 
-def sum_over_experts(stacked: Tensor) -> Tensor:
+def sum_over_experts(stacked: Any) -> Tensor:
     """Sum a stacked parameter, (E, ...), over all experts, of which processes may hold a part each; (1, ...)."""
-    parameter: Any = stacked
     total = local_part(stacked).sum(0, keepdim=True)
     for dim, placement in enumerate(getattr(stacked, "placements", ())):
         if placement.is_shard(0):
-            torch.distributed.all_reduce(total, group=parameter.device_mesh.get_group(dim))
+            torch.distributed.all_reduce(total, group=stacked.device_mesh.get_group(dim))
     return total
 
 

@@ -177,9 +177,9 @@ def before_step(optimizer: Optimizer, *args: Any) -> None:
         )
     for layer in trained:
         layer.router.end_step()
-    biases = (getattr(layer.router, "balancing_bias", None) for layer in trained)
+    biases = (layer.router.balancing_bias for layer in trained)
     # Without a choice since the last step there is nothing to do, as in the optimizers that another one works by.
-    due = [bias for bias in biases if isinstance(bias, BalancingBias) and bias.load is not None]
+    due = [bias for bias in biases if bias is not None and bias.load is not None]
     if due and not is_skipped(optimizer):
         _update_biases(due)
 
