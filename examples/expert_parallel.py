@@ -51,6 +51,8 @@ def main(epochs: int = 10) -> None:
         dcp.load(state, checkpoint_id=saved.parent)  # saved by any number of processes
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         first = int(saved.parent.name)
+        if rank == 0:
+            print(f"resuming after epoch {first}", flush=True)
 
     for epoch in range(first, epochs):
         model.train()

@@ -10,6 +10,8 @@ import torch
 from averaging_loop import moved, still_step, train_step, values
 from common import SMALL_VIT
 from timm.scheduler import create_scheduler_v2
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
@@ -27,13 +29,41 @@ def test_experts_that_nothing_averages_are_told_of_once(ewa_vit, caplog):
 
 
 def test_experts_beside_the_averaged_ones_are_told_of(ewa_vit, caplog):
-    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     ExpertWeightAveraging(ewa_vit.blocks[1], optimizer, total_updates=2)
-    for _ in range(2):
-        still_step(ewa_vit, optimizer)
+    for step in range(2):
+        train_step(ewa_vit, optimizer, step)
     assert len(caplog.messages) == 1
     assert "nothing averages the experts" in caplog.text
     assert "(in blocks.3.mlp)" in caplog.text
+
+
+@pytest.mark.parametrize("made", ["before loading", "after loading", "and sought"])
+def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, caplog, made):
+    """Such a checkpoint loads what the optimizer has already, so no count into one that has no averaging."""
+    optimizer = torch.optim.AdamW(ewa_vit.parameters())
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    for step in range(3):
+        train_step(ewa_vit, optimizer, step)
+    dcp.save({"optimizer": get_optimizer_state_dict(ewa_vit, optimizer)}, checkpoint_id=tmp_path)
+    averaging.remove()
+    ewa_vit.zero_grad()
+
+    optimizer = torch.optim.AdamW(ewa_vit.parameters())
+    if made == "before loading":
+        averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    state = {"optimizer": get_optimizer_state_dict(ewa_vit, optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(ewa_vit, optimizer, state["optimizer"])
+    if made != "before loading":
+        averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    if made == "and sought":
+        averaging.seek(3)
+    for step in range(2):
+        train_step(ewa_vit, optimizer, step)
+    assert averaging.updates == (2 if made == "after loading" else 5)
+    assert caplog.text.count("took steps that nobody counted") == (1 if made == "after loading" else 0)
+    assert "nothing averages" not in caplog.text
 
 
 def test_routers_alone_need_no_averaging(caplog):

@@ -32,7 +32,7 @@ MakeRouter = Callable[[int, int], nn.Module]
 
 #: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their last blocks).
 CLASS_TOKEN_FIRST: tuple[type, ...] = (
-    *(models.VisionTransformer, models.VisionTransformerRelPos, models.NaFlexVit, models.Beit, models.Eva),
+    *(models.VisionTransformer, models.VisionTransformerRelPos, models.Beit, models.Eva),
     *(models.PoolingVisionTransformer, models.MultiScaleVit),
 )
 
@@ -164,7 +164,6 @@ def _none(value: Any) -> Any:
 
 # --- the routers of this package
 
-
 SCORES = ("softmax", "sigmoid", "cosine")
 BALANCES = ("loss", "bias")
 BIAS_RATE, AUX_LOSS_WEIGHT = 0.001, 0.01
@@ -221,15 +220,11 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
     check_integer("ensemble_size", size, 1)
     if options["score"] == "cosine" and (unit != "token" or size != 1):
         raise ValueError("score='cosine' routes tokens without an ensemble: leave routing_unit and ensemble_size out.")
-    if unit == "image" and getattr(model, "cls_token", None) is None:
-        raise ValueError(
-            f"routing_unit='image' lets the class token of an image choose, but this {kind} has no class token."
-        )
-    if unit == "image" and not isinstance(model, CLASS_TOKEN_FIRST):
+    if unit == "image" and (not isinstance(model, CLASS_TOKEN_FIRST) or model.cls_token is None):
         known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
         raise ValueError(
-            f"routing_unit='image' lets the first token of an image choose, which in this {kind} is not the class "
-            f"token; it is in {known}."
+            "routing_unit='image' lets the class token of an image choose, which must be its first token, as in "
+            f"{known}: this {kind} has no class token, or at another place."
         )
     if size == 1:
         if ensemble != "pbe":

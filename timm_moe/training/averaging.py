@@ -148,16 +148,16 @@ def _averageable(layer: MoeMlp) -> list[Tensor]:
 class ExpertWeightAveraging:
     """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
 
-    It hooks itself into the optimizer: once made, it needs no further call. Steps that a GradScaler skips are neither
-    counted nor averaged. The number of steps done is kept as ``"ewa_updates"`` in each parameter group of the
-    optimizer, so it is saved and restored with its state, and the schedule goes on after resuming.
+    It hooks itself into the optimizer and needs no further call. Steps that a GradScaler skips are not counted. The
+    count is kept as ``"ewa_updates"`` in each parameter group of the optimizer, so the schedule goes on once its state
+    is loaded. After a distributed checkpoint (DCP), make the averaging and call :meth:`seek`.
 
     Each step averages the experts that the optimizer then has among its parameters and that require gradients. A
     parameter that layers share is averaged once, at the first layer's rate.
 
     If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups, either may be given:
     the experts are averaged once the outermost step ends. Of a schedule-free optimizer the second sequence of weights
-    is averaged too. timm's train.py needs no call of this class at all, see :mod:`timm_moe.integrations.timm`.
+    is averaged too. timm's train.py needs no call of this class, see :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
@@ -176,7 +176,6 @@ class ExpertWeightAveraging:
 
     Attributes:
         share_rate: the rate of the last averaging in the first layer, 0 before the first.
-        total_updates: as given.
         started: whether a step has been taken since this averaging was made.
     """
 
@@ -199,7 +198,7 @@ class ExpertWeightAveraging:
             )
         self.total_updates = total_updates
         self.share_rate = 0.0
-        self.started = False
+        self.started = self._is_sought = False
         self._layers = [weakref.ref(layer) for layer in moe_layers(model).values()]
         self._share_rate, self._schedule = share_rate, schedule
         self._optimizer: Any = weakref.ref(optimizer)
@@ -256,6 +255,7 @@ class ExpertWeightAveraging:
 
     def seek(self, updates: int) -> None:
         """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
+        self._is_sought = True
         if self.started or self.updates or not updates:
             return
         self._count(updates)
@@ -275,8 +275,13 @@ class ExpertWeightAveraging:
     def _begin_step(self, optimizer: Optimizer) -> None:
         """Follow a step, perhaps within another one's; raise at once if the experts cannot be averaged."""
         if not self._steps or optimizer in self._steps:  # none steps twice within a step: an earlier one has raised
-            self._steps = []
-            self._due = self._experts_due(optimizer)
+            self._steps, self._due = [], self._experts_due(optimizer)
+            states = filter(None, () if self.updates or self._is_sought else optimizer.state.values())
+            if any(state.get("step", 0) > 0 for state in states) and is_first_time(optimizer, "not counted"):
+                _logger.warning(
+                    "EWA: this optimizer took steps that nobody counted, and the share rate's schedule begins. To "
+                    "resume, call averaging.seek(updates) with the number of steps that were averaged before."
+                )
         self._follow(optimizer)
         self._steps.append(optimizer)
 
@@ -372,7 +377,8 @@ def _warn_without_averaging(optimizer: Optimizer, own: ExpertWeightAveraging | N
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
     names = [layer.path or "an expert layer" for layer in (*layers_of_trained_experts(optimizer, left_out), *flat)]
-    if names and is_first_time(optimizer, "not averaged"):
+    is_moving = any(group.get("lr", 1) for group in optimizer.param_groups)  # torch makes states by steps at rate 0
+    if names and is_moving and is_first_time(optimizer, "not averaged"):
         _logger.warning(
             "EWA: nothing averages the experts that this optimizer trains, though they have a share rate (in "
             f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), pass "

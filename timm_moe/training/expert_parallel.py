@@ -45,7 +45,7 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
         if layer.num_experts % mesh.size():
             raise ValueError(
                 f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} experts in {name}: take "
-                "a number of processes that divides it."
+                f"a dimension of the mesh whose size divides {layer.num_experts}."
             )
         if layer.adapted() or not all(isinstance(p, nn.Parameter) for _, p in layer.named_expert_parameters()):
             raise ValueError(
