@@ -1,6 +1,7 @@
 """Experts spread over processes (gloo): training is that of one process, whatever the layout."""
 
 import copy
+import itertools
 
 import pytest
 import timm
@@ -36,7 +37,11 @@ MODELS = {
     "Soft MoE": ("vit_tiny_ewa_moe", dict(router="soft", slots_per_expert=3)),
     "WideNet": ("widenet_b", dict(noise_std=0.0, group_images=1, mlp_ratio=2)),
 }
-NAMES = [name if name == "capacity" else pytest.param(name, marks=pytest.mark.ci) for name in MODELS]
+#: The default suite has one model with 2 and 4 processes.
+FIRST = [("capacity", 2), ("capacity", 4)]
+CASES = [
+    pytest.param(*case, marks=[] if case in FIRST else pytest.mark.ci) for case in itertools.product(MODELS, (2, 4, 1))
+]
 
 
 def make_model(name):
@@ -127,8 +132,7 @@ def worker(rank, folder, processes, name, recomputed=False, dtype=None, groups=1
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "processes"), CASES)
 def test_training_is_that_of_one_process(tmp_path, name, processes):
     run_ranks(worker, (str(tmp_path), processes, name), processes)
 
