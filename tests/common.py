@@ -56,11 +56,10 @@ FAMILIES = {
 COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)])
 
 
-def first_of(cases, number=1):
-    """Leave all cases of a parameter but the first ones to `.ci/run`."""
-    cases = list(cases)
-    longer = (case if isinstance(case, tuple) else (case,) for case in cases[number:])
-    return [*cases[:number], *(pytest.param(*case, marks=pytest.mark.ci) for case in longer)]
+def first_of(cases):
+    """Leave all cases of a parameter but the first to `.ci/run`."""
+    first, *others = cases
+    return [first, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.ci) for c in others)]
 
 
 def make_model(name="vit_tiny_moe", **options):

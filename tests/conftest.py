@@ -7,6 +7,7 @@ seconds, are imported in functions.
 import gc
 import logging
 import shutil
+from collections import defaultdict
 
 import pytest
 from hypothesis import settings
@@ -26,6 +27,8 @@ SLOWEST = (
     "test_transformers",
     "test_documents",
 )
+#: Cases of a test with many that run by default: the first, the last, and one between.
+CASES = 3
 #: Begins a file whose tests are all marked.
 CI_FILE = "\npytestmark = [pytest.mark.ci"
 #: Seconds for a test that needs more than the limit in setup.cfg.
@@ -41,13 +44,28 @@ def pytest_xdist_make_scheduler(config, log):
     return LoadScopeScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before options of the command line choose by marks
 def pytest_collection_modifyitems(items):
+    mark_cases(items)
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
     for item in items:
         if item.get_closest_marker("timeout") is None:
             marks = [name for name in LIMITS if item.get_closest_marker(name)]
             if marks:
                 item.add_marker(pytest.mark.timeout(LIMITS[marks[0]]))
+
+
+def mark_cases(items):
+    """Mark all but a few cases of each test as ``ci``."""
+    tests = defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in LIMITS):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        chosen = {index * (len(cases) - 1) // (CASES - 1) for index in range(CASES)}
+        for index, case in enumerate(cases):
+            if index not in chosen:
+                case.add_marker(pytest.mark.ci)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -73,7 +91,7 @@ def repeatable():
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed takes 0.5 ms for a look at devices
 
 
 @pytest.fixture(autouse=True)

@@ -86,6 +86,7 @@ def test_a_command_that_dies_is_not_waited_for_because_of_its_children(started):
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "killed\n")
 
 
+@pytest.mark.ci
 def test_a_time_limit_ends_a_test_that_waits_for_a_process(started, tmp_path):
     call = STARTS["a new process"][0].format(waits=WAITS.format(folder=str(started)))
     test = f"import sys\nfrom processes import run_new\n\n\ndef test_waits():\n    {call}\n"

@@ -86,6 +86,7 @@ def counting_worker(rank, folder, processes):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_formulas_are_the_bytes_of_a_run(tmp_path, processes):
     run_ranks(counting_worker, (str(tmp_path), processes), processes)
 

@@ -92,6 +92,7 @@ def test_what_a_study_states_can_be_run(folder):
                 assert "{" not in " ".join(run._train_command(used))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", STUDIES["routers"].sizes.values(), ids=STUDIES["routers"].sizes)
 def test_compared_routers_cost_and_hold_the_same(size):
     parser = ArgumentParser()

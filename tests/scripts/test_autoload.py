@@ -91,7 +91,7 @@ def test_words_that_switch_it_off(value, monkeypatch):
     assert sys.meta_path != finders
 
 
-@pytest.mark.parametrize("name", ["timm_moe.py", "timm_moe/__init__.py", "timm_moe/readme.txt"])
+@pytest.mark.parametrize("name", first_of(["timm_moe.py", "timm_moe/__init__.py", "timm_moe/readme.txt"]))
 def test_a_users_own_file_is_not_run(tmp_path, name):
     """In the working directory, where Python looks first."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -158,8 +158,7 @@ print(*sorted(seen.items()))
             ("timm_moe", "timm.models.vision_transformer"),
             ("timm_moe", "timm_moe.layers"),
             ("timm_moe", "timm_moe.models"),
-        ],
-        2,
+        ]
     ),
 )
 def test_threads_that_import_timm_and_the_package_at_once(first, name):

@@ -280,14 +280,15 @@ def test_families_train_resume_and_validate(images, tmp_path, name):
     assert (result["members"], round(100 - 100 * result["error"], 3)) == (members, float(validated))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [
         ["--mixup", "0.8", "--cutmix", "1", "--smoothing", "0.1"],
         ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
-        longer(["--mixup", "0.8", "--bce-loss", "--grad-accum-steps", "2"]),
-        longer(["--amp", "--amp-dtype", "bfloat16", "--grad-checkpointing"]),
-        longer(["--torchcompile", "aot_eager"]),
+        ["--mixup", "0.8", "--bce-loss", "--grad-accum-steps", "2"],
+        ["--amp", "--amp-dtype", "bfloat16", "--grad-checkpointing"],
+        ["--torchcompile", "aot_eager"],
     ],
 )
 def test_options_of_train_py_with_an_ensemble(images, tmp_path, options):
@@ -300,7 +301,8 @@ def test_an_ensemble_is_no_student(images, tmp_path, teacher):
         train(tmp_path, images, *family("vmoe_pbe_s32"), *teacher, epochs=1)
 
 
-@pytest.mark.parametrize("method", ["average", longer("svd")])
+@pytest.mark.ci
+@pytest.mark.parametrize("method", ["average", "svd"])
 def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path, method):
     """Run the README's commands."""
     train(tmp_path, images, *family("widenet_b"), "--experiment", "teacher", epochs=3)
@@ -337,9 +339,8 @@ def test_evaluate_measures_what_validate_does(run, images, tmp_path):
     assert round(100 - 100 * result["error"], 3) == float(validated)
 
 
-@pytest.mark.parametrize(
-    "name", ["vit_xtiny", longer("swin_tiny_patch2_window4_32"), longer("pit_xs_32"), longer("t2t_i2_32")]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["vit_xtiny", "swin_tiny_patch2_window4_32", "pit_xs_32", "t2t_i2_32"])
 def test_small_data_models_with_shifted_patches_and_locality_attention(images, tmp_path, name):
     size = ["embed_dim=48", "depth=3"] if name == "vit_xtiny" else []
     options = ["--num-classes", 3, "--model-kwargs", "shifted_patches=True", "locality_attention=True", *size]
