@@ -10,7 +10,7 @@ from scipy.stats import t
 CONFIDENCE = 0.95
 BETTER, WORSE = "better", "worse"
 UNCLEAR = "no clear difference"
-ONE_SEED = "one seed, no interval"
+TOO_FEW = "one seed or two, no verdict"
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Difference:
     seeds: int
 
     def verdict(self, sign: int) -> str:
-        """Judge the first arm by the interval: BETTER, WORSE, UNCLEAR or ONE_SEED.
+        """Judge the first arm by the interval: BETTER, WORSE, UNCLEAR or TOO_FEW.
 
         Args:
             sign: 1 if more is better, -1 if less is.
         """
-        if self.seeds == 1:
-            return ONE_SEED
+        if self.seeds < 3:  # figures are rounded, so two may differ by the same and leave no interval
+            return TOO_FEW
         if self.low <= 0 <= self.high:
             return UNCLEAR
         return BETTER if self.mean * sign > 0 else WORSE

@@ -16,7 +16,7 @@ from studies.findings import problems
 from studies.measure import Evaluation
 from studies.outcome import Outcome
 from studies.results import read
-from studies.statistics import BETTER, ONE_SEED, UNCLEAR, WORSE
+from studies.statistics import BETTER, TOO_FEW, UNCLEAR, WORSE
 from studies.study import Arm, Compared, Finding, compare
 
 RESULTS = ROOT / "studies" / "results"
@@ -192,7 +192,7 @@ CASES = [
     ("no difference", "again", UNCLEAR, "dense", "", []),
     ("no difference (-2.48 to +2.48)", "again", UNCLEAR, "dense", "", []),
     ("0.1000 worse", "EWA", WORSE, "dense", "nll", []),
-    ("+3.00", "once", ONE_SEED, "dense", "", []),
+    ("+3.00", "once", TOO_FEW, "dense", "", []),
     ("0.30, as in the paper; 1.00", "EWA", BETTER, "dense", "", ["0.30 is not a figure of these comparisons"]),
     (
         "0.90 to 1.10",
@@ -208,7 +208,7 @@ CASES = [
     ("", "EWA", UNCLEAR, "dense", "", ["EWA / dense, top-1 %: better, not no clear difference"]),
     ("", "again", BETTER, "dense", "", ["again / dense, top-1 %: no clear difference, not better"]),
     ("", "EWA", BETTER, "dense", "nll", ["EWA / dense, NLL: worse, not better"]),
-    ("", "once", UNCLEAR, "dense", "", ["once / dense, top-1 %: one seed, no interval, not no clear difference"]),
+    ("", "once", UNCLEAR, "dense", "", ["once / dense, top-1 %: one seed or two, no verdict, not no clear difference"]),
     ("", "ewa", BETTER, "dense", "", ["ewa / dense, top-1 %: not measured, not better"]),
 ]
 

@@ -17,7 +17,7 @@ from studies.findings import problems
 from studies.measure import TOP1, Evaluation
 from studies.outcome import Outcome, costs_of_studies, ratio
 from studies.runs import Place, Run
-from studies.statistics import ONE_SEED, UNCLEAR, half_width, paired, standard_error
+from studies.statistics import TOO_FEW, UNCLEAR, half_width, paired, standard_error
 from studies.study import Arm, Finding, Training, Use, compare
 
 RESULTS = ROOT / "studies" / "results"
@@ -189,7 +189,8 @@ def test_a_difference_is_the_paired_interval():
     assert got.mean == pytest.approx((1.1 + 2.1 + 0.2) / 3)
     assert got.seeds == 3
     assert paired(first, {"9": 1.0}) is None
-    assert paired({"0": 1.0}, {"0": 2.0}).verdict(1) == ONE_SEED
+    assert paired({"0": 1.0}, {"0": 2.0}).verdict(1) == TOO_FEW
+    assert paired({"0": 1.0, "1": 1.5}, {"0": 2.0, "1": 2.5}).verdict(1) == TOO_FEW  # the same difference twice
     assert paired(first, {"0": 40.0, "1": 42.4, "2": 39.0}).verdict(1) == UNCLEAR
     assert standard_error([1.0]) == float("inf")
 
