@@ -69,18 +69,20 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def section(outcome: Outcome) -> str:
-    """Write the section of docs/results.md: a table, the findings and the charts."""
+    """Write the section of docs/results.md: a table, the findings and the charts, once there is something to find."""
     study = outcome.study
     figures = [figure for figure in study.measure.figures if figure.is_main]
     images = [f"![Differences](images/{chart_name(outcome)})"] if differences(outcome) else []
     images += [f"![Curves](images/{curves_name(outcome)})"] if curves(outcome) else []
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
+    head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
+    lacking = _incomplete(outcome)
+    if lacking and not outcome.findings:
+        return "\n".join([*head, "", "**Incomplete:** the figures so far are there."])
     return "\n".join(
         [
-            f"## {study.title}",
-            "",
-            f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))",
-            *_incomplete(outcome),
+            *head,
+            *lacking,
             "",
             *_table(_rows(outcome, figures, _shown(outcome))),
             *(["", *(f"- {finding.text}" for finding in outcome.findings)] if outcome.findings else []),

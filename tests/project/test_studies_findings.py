@@ -24,6 +24,8 @@ HALF = "dense, initial weights / 2 in the converted networks"
 HALF_AND_DROPOUT = "dense, initial weights / 2, dropout 0.1"
 SLOW = "dense, learning rate / 4 in the converted networks"
 LINEAR = compare(["linear"], BETTER, ["dense"])
+NO_WORSE = ("Soft MoE of 8", "top-2 of 16 halves, sigmoid and bias")
+WORSE_ROUTERS = ("top-1 of 8", "top-2 of 16 halves", "top-3 of 32 quarters and a shared one", "Expert Choice of 8")
 STUDENTS = compare(DISTILLED.values(), WORSE, [LONG])
 
 #: Sentences about the results outside studies/catalogue: file, study, and the sentence as a finding.
@@ -76,6 +78,23 @@ SAID = [
         "README.md",
         "scratch",
         Finding("with a constant rate there is no clear difference", compare(["EWA, constant"], UNCLEAR, ["dense"])),
+    ),
+    (
+        "README.md",
+        "routers",
+        Finding(
+            "Soft MoE and sigmoid gates show no clear difference from dense training; others are 1.39 to 2.25 points "
+            "worse.",
+            (*compare(NO_WORSE, UNCLEAR, ["dense"]), *compare(WORSE_ROUTERS, WORSE, ["dense"])),
+        ),
+    ),
+    (
+        "docs/results.md",
+        "routers",
+        Finding(
+            "Soft MoE is 1.63 to 1.93 points better than top-1 and Expert Choice.",
+            compare(["Soft MoE of 8"], BETTER, ["top-1 of 8", "Expert Choice of 8"]),
+        ),
     ),
     ("README.md", "confirmation", Finding("EWA is 0.68 points better (interval 0.03 to 1.33)", LINEAR)),
     (

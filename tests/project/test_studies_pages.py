@@ -148,13 +148,16 @@ def test_results_that_are_incomplete_are_shown_as_such(two_recipes):
     size = two_recipes.sizes["small"]
     study = replace(two_recipes, sizes={"small": replace(size, seeds=range(3))})
     results = figures(**{"dense weak": [20, 21, 22], "EWA weak": [22, 23], "dense strong": [30]})
-    for section in (page.section(Outcome(study, "small", results)), page.detailed(Outcome(study, "small", results))):
-        assert (
-            "**Incomplete:** *EWA weak* (2 of 3 seeds); *dense strong* (1 of 3 seeds); *EWA strong* (0 of 3 seeds)."
-            in section
-        )
+    lacking = "**Incomplete:** *EWA weak* (2 of 3 seeds); *dense strong* (1 of 3 seeds); *EWA strong* (0 of 3 seeds)."
+    found = Finding("", compare(["EWA weak"], TOO_FEW, ["dense weak"]))
+    with_finding = page.section(Outcome(replace(study, findings={"small": (found,)}), "small", results))
+    assert rows_of(with_finding)["EWA weak"][-1] == "2"
+    for section in (with_finding, page.detailed(Outcome(study, "small", results))):
+        assert lacking in section
         assert "EWA strong" not in rows_of(section)
-    assert rows_of(page.section(Outcome(study, "small", results)))["EWA weak"][-1] == "2"
+    section = page.section(Outcome(study, "small", results))  # without findings
+    assert section.endswith("**Incomplete:** the figures so far are there.")
+    assert "|" not in section
     whole = figures(**{arm.name: [20, 21, 22] for arm in size.arms})
     assert "Incomplete" not in page.section(Outcome(study, "small", whole))
 
@@ -241,7 +244,7 @@ def test_each_study_with_a_difference_has_a_chart(folder, monkeypatch, seeds, la
 
 def test_trainings_that_are_evaluated_on_their_way_have_curves(folder):
     study = small_study(Arm("dense", DENSE), Arm("dense, EMA", DENSE), Arm("EWA", EWA))
-    results = figures(dense=[20, 21], EWA=[21, 22])
+    results = figures(**{"dense": [20, 21], "dense, EMA": [20, 21], "EWA": [21, 22]})
 
     def cost(*top1):
         curve = [dict(epoch=10 * n + 9, train_loss=3.0 - n, eval_loss=2.0, eval_top1=top) for n, top in enumerate(top1)]
