@@ -78,7 +78,7 @@ def section(outcome: Outcome) -> str:
     head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
     lacking = _incomplete(outcome)
     if lacking and not outcome.findings:
-        return "\n".join([*head, "", "**Incomplete:** the figures so far are there."])
+        return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
     return "\n".join(
         [
             *head,

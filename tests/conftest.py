@@ -45,8 +45,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.hookimpl(tryfirst=True)  # before options of the command line choose by marks
-def pytest_collection_modifyitems(items):
-    mark_cases(items)
+def pytest_collection_modifyitems(config, items):
+    if not config.option.keyword and not any("::" in argument for argument in config.args):
+        mark_cases(items)
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
     for item in items:
         if item.get_closest_marker("timeout") is None:
@@ -56,10 +57,10 @@ def pytest_collection_modifyitems(items):
 
 
 def mark_cases(items):
-    """Mark all but a few cases of each test as ``ci``."""
+    """Mark all but a few cases of each test as ``ci``, but not in project/, where each is another page or study."""
     tests = defaultdict(list)
     for item in items:
-        if not any(item.get_closest_marker(name) for name in LIMITS):
+        if item.path.parent.name != "project" and not any(item.get_closest_marker(name) for name in LIMITS):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         chosen = {index * (len(cases) - 1) // (CASES - 1) for index in range(CASES)}
@@ -91,6 +92,8 @@ def repeatable():
     import torch
 
     torch.set_num_threads(1)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed takes 0.5 ms for a look at devices
 
 

@@ -156,7 +156,7 @@ def test_results_that_are_incomplete_are_shown_as_such(two_recipes):
         assert lacking in section
         assert "EWA strong" not in rows_of(section)
     section = page.section(Outcome(study, "small", results))  # without findings
-    assert section.endswith("**Incomplete:** the figures so far are there.")
+    assert section.endswith("**Incomplete:** the full page has the figures so far.")
     assert "|" not in section
     whole = figures(**{arm.name: [20, 21, 22] for arm in size.arms})
     assert "Incomplete" not in page.section(Outcome(study, "small", whole))

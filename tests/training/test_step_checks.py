@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
+from timm_moe.training.averaging import before_step
 
 
 def test_experts_that_nothing_averages_are_told_of_once(ewa_vit, caplog):
@@ -64,6 +65,23 @@ def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, ca
     assert averaging.updates == (2 if made == "after loading" else 5)
     assert caplog.text.count("took steps that nobody counted") == (1 if made == "after loading" else 0)
     assert "nothing averages" not in caplog.text
+
+
+@pytest.mark.parametrize("step", [None, torch.zeros(2), torch.zeros(0), "3", 1, torch.tensor(1.0)])
+def test_states_of_other_optimizers_end_no_step(ewa_vit, caplog, step):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    optimizer.state["k"] = torch.zeros(3)
+    optimizer.state[ewa_vit.head.weight] = {"step": step}
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
+    train_step(ewa_vit, optimizer, 0)
+    assert (averaging.updates, caplog.messages) == (1, [])
+
+
+def test_a_rate_that_the_optimizer_finds_by_itself_moves_experts(ewa_vit, caplog):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    before_step(optimizer, (), {})
+    assert "nothing averages" in caplog.text
 
 
 def test_routers_alone_need_no_averaging(caplog):

@@ -122,7 +122,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
         earlier.remove()
         if earlier.started:
             averaging.state_updates(optimizer, 0)
-    _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch)
+    _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)  # a scheduler begins a run
 
 
 class _RunAveraging(ExpertWeightAveraging):

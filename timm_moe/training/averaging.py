@@ -255,11 +255,11 @@ class ExpertWeightAveraging:
 
     def seek(self, updates: int) -> None:
         """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
-        self._is_sought = True
-        if self.started or self.updates or not updates:
+        if self.started or self.updates:
             return
+        self._is_sought = True
         self._count(updates)
-        if is_primary():
+        if updates and is_primary():
             _logger.info(f"EWA: the share rate continues after update {updates} of {self.total_updates}.")
 
     def remove(self) -> None:
@@ -276,11 +276,10 @@ class ExpertWeightAveraging:
         """Follow a step, perhaps within another one's; raise at once if the experts cannot be averaged."""
         if not self._steps or optimizer in self._steps:  # none steps twice within a step: an earlier one has raised
             self._steps, self._due = [], self._experts_due(optimizer)
-            states = filter(None, () if self.updates or self._is_sought else optimizer.state.values())
-            if any(state.get("step", 0) > 0 for state in states) and is_first_time(optimizer, "not counted"):
+            if not (self.updates or self._is_sought) and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
                 _logger.warning(
                     "EWA: this optimizer took steps that nobody counted, and the share rate's schedule begins. To "
-                    "resume, call averaging.seek(updates) with the number of steps that were averaged before."
+                    "resume, call averaging.seek(updates) with the steps that were averaged before; seek(0) begins."
                 )
         self._follow(optimizer)
         self._steps.append(optimizer)
@@ -348,6 +347,12 @@ class ExpertWeightAveraging:
             )
 
 
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Tell if the states count a step, beside the one by which torch makes them; not all optimizers count steps."""
+    steps = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
+    return any(float(s) > 1 for s in steps if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1))
+
+
 def _is_wider_copy(other: Tensor, stacked: Tensor) -> bool:
     is_wider = torch.promote_types(other.dtype, stacked.dtype) != stacked.dtype
     return is_wider and torch.equal(local_part(other).to(stacked.dtype), local_part(stacked))
@@ -377,7 +382,7 @@ def _warn_without_averaging(optimizer: Optimizer, own: ExpertWeightAveraging | N
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
     names = [layer.path or "an expert layer" for layer in (*layers_of_trained_experts(optimizer, left_out), *flat)]
-    is_moving = any(group.get("lr", 1) for group in optimizer.param_groups)  # torch makes states by steps at rate 0
+    is_moving = any(group.get("lr") != 0 for group in optimizer.param_groups)  # torch makes states by steps at rate 0
     if names and is_moving and is_first_time(optimizer, "not averaged"):
         _logger.warning(
             "EWA: nothing averages the experts that this optimizer trains, though they have a share rate (in "
