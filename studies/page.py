@@ -71,14 +71,14 @@ def pages(folder: Path) -> dict[str, str]:
 def section(outcome: Outcome) -> str:
     """Write the section of docs/results.md: a table, the findings and the charts, once there is something to find."""
     study = outcome.study
-    figures = [figure for figure in study.measure.figures if figure.is_main]
-    images = [f"![Differences](images/{chart_name(outcome)})"] if differences(outcome) else []
-    images += [f"![Curves](images/{curves_name(outcome)})"] if curves(outcome) else []
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
     head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
     lacking = _incomplete(outcome)
     if lacking and not outcome.findings:
         return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
+    figures = [figure for figure in study.measure.figures if figure.is_main]
+    images = [f"![Differences](images/{chart_name(outcome)})"] if differences(outcome) else []
+    images += [f"![Curves](images/{curves_name(outcome)})"] if curves(outcome) else []
     return "\n".join(
         [
             *head,

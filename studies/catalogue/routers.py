@@ -41,21 +41,15 @@ def options(epochs: int, warmup: int) -> tuple[str, ...]:
     return (*OPTIMIZER, *RECIPES["medium"], *length)
 
 
+#: The arms without a clear difference from dense training, and those that are worse.
+EQUAL = ("Soft MoE of 8", "top-2 of 16 halves, sigmoid and bias")
+BELOW = ("top-1 of 8", "top-2 of 16 halves", "top-3 of 32 quarters and a shared one", "Expert Choice of 8")
+
 FINDINGS = (
     Finding(
         "No router beats dense training. Soft MoE and sigmoid gates with a bias show no clear difference from it; all "
         "others are 1.39 to 2.25 points worse.",
-        (
-            *compare(("Soft MoE of 8", "top-2 of 16 halves, sigmoid and bias"), UNCLEAR, ("dense",)),
-            *compare(
-                (
-                    *("top-1 of 8", "top-2 of 16 halves", "top-3 of 32 quarters and a shared one"),
-                    "Expert Choice of 8",
-                ),
-                WORSE,
-                ("dense",),
-            ),
-        ),
+        (*compare(EQUAL, UNCLEAR, ("dense",)), *compare(BELOW, WORSE, ("dense",))),
     ),
     Finding(
         "The source ranks Soft MoE above Expert Choice, and that above token choice. Here it is 1.93 points better "

@@ -1,13 +1,12 @@
 """Experts spread over processes (gloo): training is that of one process, whatever the layout."""
 
 import copy
-import itertools
 
 import pytest
 import timm
 import torch
 import torch.distributed.checkpoint as dcp
-from common import SMALL_VIT
+from common import SMALL_VIT, first_of
 from processes import join_group, run_ranks
 from timm.layers import Mlp
 from torch import nn
@@ -29,19 +28,14 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 MODELS = {
-    "dropless": ("vit_tiny_moe", dict(top_k=2, capacity_factor="none", group_images=2)),
     "capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=0.8, group_images=1)),
+    "dropless": ("vit_tiny_moe", dict(top_k=2, capacity_factor="none", group_images=2)),
     "sigmoid, bias": ("vit_tiny_moe", dict(top_k=2, score="sigmoid", balance="bias", group_images=1, bias_rate=0.5)),
     "shared expert": ("vit_tiny_moe", dict(shared_expert=True, group_images=1)),
     "expert choice": ("vit_tiny_ewa_moe", dict(router="expert_choice", noise_std=0.0)),
     "Soft MoE": ("vit_tiny_ewa_moe", dict(router="soft", slots_per_expert=3)),
     "WideNet": ("widenet_b", dict(noise_std=0.0, group_images=1, mlp_ratio=2)),
 }
-#: The default suite has one model with 2 and 4 processes.
-FIRST = [("capacity", 2), ("capacity", 4)]
-CASES = [
-    pytest.param(*case, marks=[] if case in FIRST else pytest.mark.ci) for case in itertools.product(MODELS, (2, 4, 1))
-]
 
 
 def make_model(name):
@@ -132,7 +126,8 @@ def worker(rank, folder, processes, name, recomputed=False, dtype=None, groups=1
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("name", "processes"), CASES)
+@pytest.mark.parametrize("processes", [2, 4, pytest.param(1, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("name", first_of(MODELS))
 def test_training_is_that_of_one_process(tmp_path, name, processes):
     run_ranks(worker, (str(tmp_path), processes, name), processes)
 

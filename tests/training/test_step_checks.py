@@ -84,6 +84,13 @@ def test_a_rate_that_the_optimizer_finds_by_itself_moves_experts(ewa_vit, caplog
     assert "nothing averages" in caplog.text
 
 
+def test_a_rate_on_a_device_is_not_read_at_each_step(ewa_vit):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")  # reading it is an error
+    before_step(optimizer, (), {})
+
+
 def test_routers_alone_need_no_averaging(caplog):
     model = timm.create_model("vit_tiny_moe", num_experts=2, share_rate=0.3, **SMALL_VIT)
     optimizer = torch.optim.SGD([model.blocks[1].mlp.router.weight, *model.head.parameters()], lr=0.1)

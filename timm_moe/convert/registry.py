@@ -268,7 +268,8 @@ _CHOICES = {
     **dict(aux_loss="balance", aux_loss_weight=AUX_LOSS_WEIGHT, routing_unit="token", ensemble_size=1, ensemble="pbe"),
     **dict(balance="loss", bias_rate=BIAS_RATE, z_loss_weight=0.0),
 }
-_OPTIONS, _LAST = {**_options_of(TopKRouter), **_CHOICES}, partial(_top_k_router, is_last=True)
+_OPTIONS = {**_options_of(TopKRouter), **_CHOICES}
+_LAST = partial(_top_k_router, is_last=True)
 register_router(RouterSpec("top_k", _top_k_router, _OPTIONS, _LAST, check=_check_top_k, built_in=True))
 register_router(RouterSpec("expert_choice", ExpertChoiceRouter, _options_of(ExpertChoiceRouter), built_in=True))
 register_router(

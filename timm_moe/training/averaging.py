@@ -382,8 +382,9 @@ def _warn_without_averaging(optimizer: Optimizer, own: ExpertWeightAveraging | N
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
     names = [layer.path or "an expert layer" for layer in (*layers_of_trained_experts(optimizer, left_out), *flat)]
-    is_moving = any(group.get("lr") != 0 for group in optimizer.param_groups)  # torch makes states by steps at rate 0
-    if names and is_moving and is_first_time(optimizer, "not averaged"):
+    # torch makes an optimizer's state by a step at rate 0. The rate may be on a GPU: ask only where it matters.
+    is_due = names and any(group.get("lr") != 0 for group in optimizer.param_groups)
+    if is_due and is_first_time(optimizer, "not averaged"):
         _logger.warning(
             "EWA: nothing averages the experts that this optimizer trains, though they have a share rate (in "
             f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), pass "

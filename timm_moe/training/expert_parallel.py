@@ -25,6 +25,9 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
         model: with the same weights in all processes, before ``fully_shard``.
         mesh: one dimension of a ``DeviceMesh``, as ``mesh["ep"]``, whose size divides E.
 
+    Returns:
+        The same model.
+
     Raises:
         ValueError: for another mesh or number of experts, or a model without experts, parallelized or sharded before,
             or with experts that are merged, adapted (PEFT) or computed (pruned); nothing is then changed.
