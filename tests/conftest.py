@@ -27,8 +27,6 @@ SLOWEST = (
     "test_transformers",
     "test_documents",
 )
-#: Cases of a test with many that run by default: the first, the last, and one between.
-CASES = 3
 #: Begins a file whose tests are all marked.
 CI_FILE = "\npytestmark = [pytest.mark.ci"
 #: Seconds for a test that needs more than the limit in setup.cfg.
@@ -57,16 +55,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_cases(items):
-    """Mark all but a few cases of each test as ``ci``, but not in project/, where each is another page or study."""
+    """Mark cases between a test's first and last as ``ci``, but not in project/: each is another page or study there."""
     tests = defaultdict(list)
     for item in items:
         if item.path.parent.name != "project" and not any(item.get_closest_marker(name) for name in LIMITS):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        chosen = {index * (len(cases) - 1) // (CASES - 1) for index in range(CASES)}
-        for index, case in enumerate(cases):
-            if index not in chosen:
-                case.add_marker(pytest.mark.ci)
+        for case in cases[1:-1]:
+            case.add_marker(pytest.mark.ci)
 
 
 def pytest_ignore_collect(collection_path, config):
