@@ -4,6 +4,7 @@ import argparse
 import collections
 import datetime
 import decimal
+import os
 import pathlib
 import random
 import types
@@ -148,7 +149,7 @@ def test_numbers_and_paths_stay_what_they_say(tmp_path):
 
 class Shell:
     def __reduce__(self):
-        return pathlib.os.system, ("exit 1",)
+        return os.system, ("exit 1",)
 
 
 @pytest.mark.parametrize("bad", [Shell(), decimal.Decimal(1), np.array([Shell()], dtype=object)])
