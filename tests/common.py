@@ -56,6 +56,16 @@ FAMILIES = {
 COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)])
 
 
+class OnDevice(torch.Tensor):
+    """A CPU's tensor that has no float64 until it is copied to the host, as on Apple's GPUs (MPS)."""
+
+    def double(self):
+        raise TypeError("MPS has no float64.")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
 def first_of(cases):
     """Leave all cases of a parameter but the first to `.ci/run`."""
     first, *others = cases

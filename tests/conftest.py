@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_cases(items):
-    """Mark cases between a test's first and last as ``ci``, but not in project/: each is another page or study there."""
+    """Mark the cases between a test's first and last as ``ci``, but not in project/, where each is another page."""
     tests = defaultdict(list)
     for item in items:
         if item.path.parent.name != "project" and not any(item.get_closest_marker(name) for name in LIMITS):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from common import SMALL_VIT, make_model
+from common import SMALL_VIT, OnDevice, make_model
 from observations import HERE, observed
 from PIL import Image
 from torch import nn
@@ -76,6 +76,16 @@ def test_patches_experts_and_pairs_are_those_of_the_routers(splits):
         assert all(patch.pixels.shape == (3, 24, 24) for patch in patches)
     entropy = torch.special.entr(gates[first.name]).sum(2).flatten() / torch.tensor(4.0).log()
     assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
+
+
+def test_a_device_without_float64(splits):
+    model = make_model()
+    expected = observed(model, splits)
+    for layer in timm_moe.moe_layers(model).values():
+        probabilities = layer.router.probabilities
+        layer.router.probabilities = lambda x, probabilities=probabilities: probabilities(x).as_subclass(OnDevice)
+    for layer, same in zip(observed(model, splits).layers, expected.layers, strict=True):
+        assert torch.equal(layer.entropy, same.entropy)
 
 
 def test_a_full_expert_does_not_hide_that_the_others_are_idle(splits):

@@ -7,6 +7,7 @@ import pytest
 import timm
 import timm.scheduler
 import torch
+from common import OnDevice
 from routed_loop import CPU, batch, routed_model
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
@@ -48,6 +49,16 @@ def test_summary_of_a_loop():
     load = timm_moe.routing_summary(model)["blocks.3.mlp"].load
     torch.testing.assert_close(torch.tensor(load), record.load / choices)
     assert timm_moe.routing_summary(model) != summaries
+
+
+def test_summary_of_a_device_without_float64():
+    model = routed_model()
+    model(batch()[0])
+    timm_moe.auxiliary_loss(model)
+    expected = timm_moe.routing_summary(model)
+    for layer in timm_moe.moe_layers(model).values():
+        layer.router.totals.load = layer.router.totals.load.as_subclass(OnDevice)
+    assert timm_moe.routing_summary(model) == expected
 
 
 def test_summary_of_a_task_leaves_out_its_ema():

@@ -64,8 +64,8 @@ class LayerObservation:
         probability = call.layer.routed_by.probabilities(call.x)
         if probability is not None:
             gate = probability.amax(-1)
-            entropy = torch.special.entr(probability.double()).sum(-1) / math.log(max(2, probability.shape[-1]))
-            histogram = torch.histc(entropy.float().cpu(), ENTROPY_BINS, 0, 1)
+            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(max(2, probability.shape[-1]))
+            histogram = torch.histc(entropy.float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
         elif call.routing.gates is not None:
             gate = call.routing.gates[:, 0]

@@ -62,7 +62,7 @@ class _Totals:
         self.not_finite = self.not_finite + (~record.finite).long()
 
     def summary(self) -> RoutingSummary:
-        load = torch.as_tensor(self.load).double().cpu()
+        load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
         choices = max(load.sum().item(), 1.0)
         return RoutingSummary(
             losses={name: float(total) / self.forwards for name, total in self.losses.items()},
