@@ -93,7 +93,7 @@ def main() -> None:
 def _measure_all(pieces: list[tuple[str, dict[str, Any]]], minutes: float | None) -> list[str]:
     """Measure suites in their settings, with a limit of time what is missing; returns the suites that failed."""
     until, failed = time.time() + 60 * minutes if minutes else math.inf, []
-    for suite, setting in pieces:
+    for suite, setting in sorted(pieces, key=lambda piece: piece[1].get("mode") == "compiled"):  # it takes minutes
         path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
         if minutes and begin(suite, setting, path)["whole"]:
             continue

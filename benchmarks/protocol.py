@@ -115,7 +115,10 @@ def run(contest: Contest, setting: Setting) -> list[Row]:
         return []
     if time.time() > setting.until:
         raise TimeoutError
-    torch.compiler.reset()  # torch compiles only a few variants of a function, then falls back to eager mode
+    torch.compiler.reset()
+    # Entries of a contest may share code of torch, of which it compiles eight variants and runs others in eager mode.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     baseline = next(iter(contest.entries))
     works = {name: make() for name, make in contest.entries.items()}
     gauge = f"{baseline} (again)"

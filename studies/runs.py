@@ -297,7 +297,7 @@ class Run:
             raise RunFailed(f"{self.name}: {what} ended with {process.returncode}: {last_line} ({log.name})")
         is_cpu = self.place.device == "cpu"
         seconds = usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started
-        return {"seconds": seconds, "peak_mib": usage.ru_maxrss / 1024}
+        return {"seconds": seconds, "peak_mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)}
 
 
 #: Ids of the running commands.

@@ -36,7 +36,7 @@ FAMILIES = {
     ),
     "image-level": ("vimoe_s14", dict(capacity_factor=1.0)),
     "shared expert": ("vimoe_s14_shared", {}),
-    "WideNet": ("widenet_b", {}),
+    "WideNet": ("widenet_b", dict(mlp_ratio=4.0)),  # widths that a GPU's products take
     "fine-grained": ("vit_tiny_moe", dict(top_k=2, expert_width=0.5, shared_expert=True)),
     "expert choice": ("vit_tiny_moe", dict(router="expert_choice", capacity_factor=1.5)),
     "Soft MoE": ("soft_moe_s16", dict(moe_layers="every-2", slots_per_expert=2)),

@@ -30,7 +30,7 @@ SLOWEST = (
 #: Begins a file whose tests are all marked.
 CI_FILE = "\npytestmark = [pytest.mark.ci"
 #: Seconds for a test that needs more than the limit in setup.cfg.
-LIMITS = {"stress": 3 * 60 * 60, "gpu": 15 * 60, "ci": 15 * 60}
+LIMITS = {"stress": 3 * 60 * 60, "gpu": 3 * 60, "ci": 15 * 60}
 
 
 @pytest.hookimpl(optionalhook=True)

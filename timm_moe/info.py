@@ -164,10 +164,6 @@ def parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def router_parameters(model: nn.Module) -> int:
-    return sum(parameters(layer.router) for layer in moe_layers(model).values())
-
-
 def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
     """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
     return parameters(model) - sum(
@@ -185,20 +181,11 @@ def evaluation_cost(model: nn.Module) -> Cost:
     with ExitStack() as stack:
         for layer in moe_layers(model).values():
             stack.enter_context(layer.routed_by.dropping_nothing())
-        return _forward_cost(model.eval(), batch=1)
+        return forward_cost(model.eval(), batch=1)
 
 
-def training_flops(model: nn.Module) -> float:
-    """Count floating-point operations of a forward and a backward for one image; a multiply-add counts as two.
-
-    A backward costs twice a forward, without the gradient of the images. Every expert computes all rows of its
-    capacity, used or not, as in V-MoE's implementation. The model is on the meta device and ends frozen.
-    """
-    cost = _forward_cost(model.train(), batch=64)  # large enough that the rounding of capacities does not matter
-    return 2 * (3 * cost.macs - cost.convolution)
-
-
-def _forward_cost(model: nn.Module, batch: int) -> Cost:
+def forward_cost(model: nn.Module, batch: int) -> Cost:
+    """Measure the cost of one image of a batch on the meta device, in the model's mode; its weights end frozen."""
     model.requires_grad_(False)  # FlopCounterMode fails on views of parameters between modules (PiT's class token)
     norms = {torch.ops.aten.native_layer_norm: lambda *_, out_shape, **__: math.prod(out_shape[0])}
     with FlopCounterMode(display=False, custom_mapping=norms) as counter, torch.no_grad():

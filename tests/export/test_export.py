@@ -135,6 +135,12 @@ def test_parameters_keep_their_types(ewa_vit, tmp_path):
     assert ewa_vit.blocks[1].mlp.fc1.weight.dtype == torch.bfloat16
 
 
+def test_no_generator_of_a_gpu_is_seeded(ewa_vit, tmp_path, monkeypatch):
+    """A process that exports after each epoch would draw the same numbers in every epoch."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("It was seeded."))
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+
+
 def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeypatch):
     torch.nn.init.trunc_normal_(ewa_vit.head.weight, std=1e-4)
     outputs = outputs_module.outputs

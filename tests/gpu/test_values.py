@@ -68,7 +68,7 @@ def draws_of_the_cpu(monkeypatch):
     """Draw on the CPU, so that all devices draw the same."""
     randperm, randn = torch.randperm, torch.randn
     monkeypatch.setattr(torch, "randperm", lambda number, device=None: randperm(number).to(device))
-    monkeypatch.setattr(torch, "randn_like", lambda x: randn(x.shape, dtype=x.dtype).to(x.device))
+    monkeypatch.setattr(torch, "randn_like", lambda x, **_: randn(x.shape, dtype=x.dtype).to(x.device))
 
 
 @pytest.mark.usefixtures("draws_of_the_cpu")
@@ -97,7 +97,7 @@ def test_products_of_runs_are_those_of_a_cpu(device, dtype, width, end_device):
     x, weight, bias = torch.randn(16, width), torch.randn(3, 8, width), torch.randn(3, 8)
     results = []
     for place in ("cpu", device):
-        tensors = [tensor.to(place, dtype).requires_grad_() for tensor in (x, weight, bias)]
+        tensors = [tensor.to(place, dtype, copy=True).requires_grad_() for tensor in (x, weight, bias)]
         y = grouped_linear(*tensors, end.to(place if end_device == "device" else "cpu"))
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
         results.append([tensor.cpu() for tensor in (y, *(tensor.grad for tensor in tensors))])

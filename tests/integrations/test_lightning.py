@@ -7,6 +7,7 @@ import pickle
 import random
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -344,11 +345,24 @@ def test_only_fit_takes_the_random_state_of_a_checkpoint(tmp_path):
     assert torch.allclose(outputs, predicted, atol=1e-5)
 
 
-def test_all_generators_go_on(tmp_path):
-    callback, drawing = ExpertCallback(), lambda: (torch.rand(1).item(), random.random(), np.random.rand())
+def trainer_on(device):
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_all_generators_go_on(tmp_path, monkeypatch, device):
+    of_mps = torch.Generator()
+    monkeypatch.setattr(torch.mps, "get_rng_state", of_mps.get_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", of_mps.set_state)
+
+    def drawing():
+        on_device = torch.rand(1, generator=of_mps).item() if device == "mps" else 0
+        return torch.rand(1).item(), random.random(), np.random.rand(), on_device
+
+    callback = ExpertCallback()
+    callback.setup(trainer_on(device), None, "fit")
     torch.save(callback.state_dict(), tmp_path / "state.pt")
     drawn = drawing()
-    callback.setup(None, None, "fit")
     callback.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert drawing() == drawn
 
@@ -356,7 +370,7 @@ def test_all_generators_go_on(tmp_path):
 def test_a_checkpoint_of_more_processes_is_told():
     callback = ExpertCallback()
     state = callback.state_dict()["random_states"][0]
-    callback.setup(None, None, "fit")
+    callback.setup(trainer_on("cpu"), None, "fit")
     before = torch.get_rng_state()
     torch.rand(1)
     with pytest.warns(UserWarning, match="the random state of 2 processes and this run has 1"):

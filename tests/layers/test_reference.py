@@ -72,7 +72,7 @@ def test_router_matches_the_reference(golden, noisy, monkeypatch):
             loss_weights={"importance": importance, "load": load if noisy else 0.0, "balance": balance},
         )
         router.weight.data = case.kernel.T.clone()
-        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case.eps: eps.view_as(x))
+        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case.eps, **_: eps.view_as(x))
         inputs = case.inputs.clone().requires_grad_()
         routing = router(inputs)
         combined = dense_combine(routing, int(num_experts)).view_as(result.combine_GSE)
@@ -138,7 +138,7 @@ def test_model_in_training_matches_the_reference(golden, monkeypatch):
     arrays = golden("vit_moe_tiny")
     model = timm.create_model("vmoe_s32", **TINY)
     model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
-    monkeypatch.setattr(torch, "randn_like", lambda x: arrays["noisy/eps_same_for_both_layers"].view_as(x))
+    monkeypatch.setattr(torch, "randn_like", lambda x, **_: arrays["noisy/eps_same_for_both_layers"].view_as(x))
     logits = model(arrays["images_NHWC"].permute(0, 3, 1, 2))
     torch.testing.assert_close(logits, arrays["noisy/logits"], rtol=0, atol=1e-4)
     loss = timm_moe.auxiliary_loss(model)

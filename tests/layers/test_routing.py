@@ -14,6 +14,7 @@ from timm.layers import Mlp
 import timm_moe
 from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter
 from timm_moe.layers.dispatch import combine, expert_capacity
+from timm_moe.layers.router import generator_device
 
 
 def routed(width=5, hidden=6, num_experts=4, expert_init="independent", **options):
@@ -54,6 +55,11 @@ def routings(draw):
         multiple=draw(st.sampled_from([1, 4])),
         priority=draw(st.booleans()),
     )
+
+
+def test_the_host_draws_for_a_generator_that_checkpointing_does_not_restore():
+    assert generator_device(torch.device("mps")) == torch.device("cpu")
+    assert generator_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("road", ["eager", pytest.param("compiled", marks=pytest.mark.ci)])
@@ -195,7 +201,7 @@ def test_groups_have_their_own_queues():
 
 def test_losses_are_means_over_the_groups(monkeypatch):
     noise = torch.randn(1, 2, 7, 4)
-    monkeypatch.setattr(torch, "randn_like", lambda x: noise.expand_as(x))
+    monkeypatch.setattr(torch, "randn_like", lambda x, **_: noise.expand_as(x))
     layer = routed(group_images=2, noise_std=1.0, loss_weights={"importance": 0.1, "load": 0.2, "balance": 0.3})
     x = torch.randn(6, 7, 5)
     outcomes = []

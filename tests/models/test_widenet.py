@@ -38,7 +38,7 @@ def test_balance_loss_matches_the_golden_file(golden, monkeypatch):
             num_experts, num_experts, int(case["K"]), noise_std=1.0, loss_weights={"balance_top_k": 1.0}
         ).double()
         router.weight.data = torch.eye(num_experts).double()
-        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case["eps"]: eps.view_as(x))
+        monkeypatch.setattr(torch, "randn_like", lambda x, eps=case["eps"], **_: eps.view_as(x))
         router(case["logits"].double().view(tokens, 1, num_experts))
         torch.testing.assert_close(router.records[0].weighted_loss, case["loss_official"].double(), rtol=1e-6, atol=0)
 

@@ -21,12 +21,10 @@ from timm_moe.info import (
     is_named_after_stock,
     parameters,
     registered_models,
-    router_parameters,
-    training_flops,
     weightless,
     weightless_model,
 )
-from timm_moe.papers.papers import FIGURES, PAPERS, Figure
+from timm_moe.papers.papers import FIGURES, PAPERS, Figure, router_parameters, training_flops
 from timm_moe_cli import main
 
 sys.path.insert(0, str(ROOT / "docs"))

@@ -41,10 +41,6 @@ def _number(kind: _Type, data: Any = None) -> Any:
     return np.frombuffer(data, dtype)[0].item() if dtype.char in _CODES else _Ignored()
 
 
-def _path(*parts: str) -> str:
-    return str(PurePath(*parts))
-
-
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _NUMPY = {"multiarray.scalar": _number, "multiarray._reconstruct": _Ignored, "numeric._frombuffer": _Ignored}
 _DATES = ("date", "datetime", "time", "timedelta", "timezone")
@@ -55,7 +51,7 @@ HARMLESS: list[Any] = [
     (lambda *args: {}, "collections.defaultdict"),  # its items follow
     *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),  # made by a defaultdict
     *((getattr(datetime, name), f"datetime.{name}") for name in _DATES),
-    *((_path, f"pathlib.{place}{name}") for place in ("", "_local.") for name in _PATHS),
+    *((lambda *parts: str(PurePath(*parts)), f"pathlib.{place}{name}") for place in ("", "_local.") for name in _PATHS),
     *((kind, f"numpy.{core}.{name}") for core in ("_core", "core") for name, kind in _NUMPY.items()),
     (_Type, "numpy.dtype"),
     (_Ignored, "numpy.ndarray"),

@@ -87,8 +87,10 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
         dtype = first.dtype if first.is_floating_point() else None
         model = copy.deepcopy(model).to(device=first.device, dtype=dtype)  # the weights may be the caller's
     model.eval()
-    with torch.random.fork_rng([first.device] if first.is_cuda else []):
-        torch.manual_seed(0)  # some routers draw noise in eval mode too, and some models a mask
+    devices = [first.device] if first.is_cuda else []
+    with torch.random.fork_rng(devices):  # some routers draw noise in eval mode too, and some models a mask
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[at.index] for at in devices)):
+            generator.manual_seed(0)  # torch.manual_seed would seed devices whose state is not put back
         if isinstance(inputs, Mapping):
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)

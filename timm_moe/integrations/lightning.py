@@ -27,6 +27,9 @@ except ModuleNotFoundError as error:
 
 __all__ = ["ExpertCallback"]
 
+#: Types of devices whose random state torch reads.
+_GPUS = ("cuda", "mps", "xpu")
+
 
 class ExpertCallback(Callback):
     """Averaging, router losses, statistics and exact resumption for the expert layers anywhere in a LightningModule.
@@ -49,10 +52,11 @@ class ExpertCallback(Callback):
     def __init__(self) -> None:
         self._run = ExitStack()  # undone at the end of training
         self._fitting = self._failed = False
+        self._device = torch.device("cpu")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap hooks of the module: a search for the batch size or the learning rate calls no callback's."""
-        self._fitting, self._failed = stage == "fit", False
+        self._fitting, self._failed, self._device = stage == "fit", False, trainer.strategy.root_device
         self._run.close()
         for name, function in (("on_train_start", self._start), ("training_step", _with_router_losses)):
             if self._fitting and hasattr(pl_module, name):
@@ -98,10 +102,11 @@ class ExpertCallback(Callback):
         self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        states: list[Any] = [_random_state()]
+        own = _random_state(self._device)
+        states: list[Any] = [own]
         if is_distributed() and not self._failed:  # after an exception this may be the only process that saves
             states = [None] * distributed.get_world_size()
-            distributed.all_gather_object(states, _random_state())
+            distributed.all_gather_object(states, own)
         return {"random_states": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,7 +114,7 @@ class ExpertCallback(Callback):
         states = state_dict["random_states"]
         rank, processes = (distributed.get_rank(), distributed.get_world_size()) if is_distributed() else (0, 1)
         if self._fitting and len(states) == processes:
-            _set_random_state(states[rank])
+            _set_random_state(states[rank], self._device)
         elif self._fitting:
             rank_zero_warn(
                 f"The checkpoint holds the random state of {len(states)} processes and this run has {processes}, so it "
@@ -149,17 +154,17 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
     return output
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state(device: torch.device) -> dict[str, Any]:
     """The state of this process's random generators, as torch.load(weights_only=True) reads it."""
     legacy: Any = np.random.get_state()
     name, keys, *rest = legacy
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
+    return {**state, device.type: getattr(torch, device.type).get_rng_state()} if device.type in _GPUS else state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if device.type in state:
+        getattr(torch, device.type).set_rng_state(state[device.type])

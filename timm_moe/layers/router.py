@@ -14,9 +14,15 @@ def linear_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
     return nn.functional.linear(x.to(dtype), weight_ED.to(dtype))
 
 
+def generator_device(device: torch.device) -> torch.device:
+    """Device that draws for another: gradient checkpointing does not restore the generator of MPS (torch 2.15)."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def with_noise(logits: Tensor, noise_std: float) -> Tensor:
     """Add normal noise of standard deviation ``noise_std / E`` to logits (..., E)."""
-    return logits + torch.randn_like(logits) * (noise_std / logits.shape[-1])
+    noise = torch.randn_like(logits, device=generator_device(logits.device)).to(logits.device)
+    return logits + noise * (noise_std / logits.shape[-1])
 
 
 class Router(nn.Module):

@@ -18,7 +18,7 @@ from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slo
 from .functional import no_autocast
 from .losses import balance_loss, global_entropy_loss, importance_loss, load_loss, local_entropy_loss, z_loss
 from .recording_router import RecordingRouter
-from .router import Router, linear_logits, with_noise
+from .router import Router, generator_device, linear_logits, with_noise
 
 LOSSES = ("importance", "load", "balance", "balance_top_k", "local_entropy", "global_entropy", "z")
 SCORES = ("softmax", "sigmoid")
@@ -40,7 +40,7 @@ class RandomPartition(Router):
         rows, experts = math.prod(x.shape[:-1]), self.num_experts
         quotient, remainder = rows // experts, rows % experts  # torch.compile knows no divmod
         number_E = torch.arange(1, experts + 1, device=x.device)
-        row_T = torch.randperm(rows, device=x.device)
+        row_T = torch.randperm(rows, device=generator_device(x.device)).to(x.device)
         position_T, slot_T = torch.arange(rows, device=x.device), torch.empty_like(row_T)
         if not has_equal_slots(x.device):
             slot_T[row_T] = position_T

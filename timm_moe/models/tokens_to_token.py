@@ -154,6 +154,6 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
 
 def _sinusoids(positions: int, dim: int) -> Tensor:
     """Compute embeddings (positions, D) with sines in the even and cosines in the odd columns."""
-    column = torch.arange(dim, dtype=torch.float64)
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * (column // 2) / dim)
+    column = torch.arange(dim, dtype=torch.float64, device="cpu")  # MPS has no float64
+    angle = torch.arange(positions, device="cpu")[:, None] / 10000 ** (2 * (column // 2) / dim)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos()).float()

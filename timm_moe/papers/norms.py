@@ -39,7 +39,7 @@ def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
         for name in ("weight", "bias"):
             tensors = [getattr(norm, name) for norm in of_blocks]
             if all(tensor is not None for tensor in tensors):
-                values_ND = torch.stack([tensor.detach().to("cpu", torch.float64).flatten() for tensor in tensors])
+                values_ND = torch.stack([tensor.detach().cpu().double().flatten() for tensor in tensors])
                 divergence[f"{place}.{name}"] = _divergence(values_ND)
     if not divergence:
         raise ValueError(f"This {type(unwrapped(model)).__name__} has no blocks with layer norms to compare.")

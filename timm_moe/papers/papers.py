@@ -18,10 +18,9 @@ from ..convert.blocks import moe_layers
 from ..info import (
     activated_parameters,
     evaluation_cost,
+    forward_cost,
     parameters,
     parameters_of_an_expert,
-    router_parameters,
-    training_flops,
     weightless_model,
 )
 from ..models.publications import PUBLICATIONS
@@ -71,6 +70,20 @@ class Figure:
     def why(self, value: float) -> str:
         """Explain a value that is not the paper's number."""
         return "" if self.agrees(value) else self.reason
+
+
+def router_parameters(model: nn.Module) -> int:
+    return sum(parameters(layer.router) for layer in moe_layers(model).values())
+
+
+def training_flops(model: nn.Module) -> float:
+    """Count floating-point operations of a forward and a backward for one image; a multiply-add counts as two.
+
+    A backward costs twice a forward, without the gradient of the images. Every expert computes all rows of its
+    capacity, used or not, as in V-MoE's implementation. The model is on the meta device and ends frozen.
+    """
+    cost = forward_cost(model.train(), batch=64)  # large enough that the rounding of capacities does not matter
+    return 2 * (3 * cost.macs - cost.convolution)
 
 
 def _dense_parameters(model: nn.Module) -> int:
