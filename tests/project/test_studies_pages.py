@@ -261,6 +261,13 @@ def test_trainings_that_are_evaluated_on_their_way_have_curves(folder):
     assert "Curves" not in page.section(Outcome(study, "small", results))
 
 
+def is_rounded(cell, values, decimals):
+    """Tell if a cell gives a difference and its interval; a value halfway between two may be rounded to either."""
+    number = rf"([+-]\d+\.\d{{{decimals}}})"
+    shown = re.match(rf"{number} \({number} to {number}\)", cell)
+    return shown is not None and np.allclose([*map(float, shown.groups())], values, rtol=0, atol=0.5001 * 10**-decimals)
+
+
 def test_the_intervals_of_the_pages_are_those_of_the_results():
     """Computed again, by other code, from the files."""
     compared = 0
@@ -278,8 +285,7 @@ def test_the_intervals_of_the_pages_are_those_of_the_results():
                 mine, other = ([of[seed][figure.key] for seed in both] for of in (arm["figures"], baseline))
                 test = ttest_rel(mine, other).confidence_interval(0.95)
                 cells = (np.mean(mine) - np.mean(other), test.low, test.high)
-                middle, low, high = (f"{value:+.{figure.decimals}f}" for value in cells)
-                (cell,) = [cell for cell in rows[name] if cell.startswith(f"{middle} ({low} to {high})")]
+                (cell,) = [cell for cell in rows[name] if is_rounded(cell, cells, figure.decimals)]
                 allowed = cell.partition("), ")[2]
                 is_clear = len(both) > 2 and figure.sign and not test.low <= 0 <= test.high
                 assert allowed == (("better" if cells[0] * figure.sign > 0 else "worse") if is_clear else "")
