@@ -265,7 +265,9 @@ def is_rounded(cell, values, decimals):
     """Tell if a cell gives a difference and its interval; a value halfway between two may be rounded to either."""
     number = rf"([+-]\d+\.\d{{{decimals}}})"
     shown = re.match(rf"{number} \({number} to {number}\)", cell)
-    return shown is not None and np.allclose([*map(float, shown.groups())], values, rtol=0, atol=0.5001 * 10**-decimals)
+    return shown is not None and np.allclose(
+        [*map(float, shown.groups())], values, rtol=0, atol=0.5 * 10**-decimals + 1e-9
+    )
 
 
 def test_the_intervals_of_the_pages_are_those_of_the_results():
