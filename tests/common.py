@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import timm
 import torch
 from PIL import Image
@@ -64,12 +63,6 @@ class OnDevice(torch.Tensor):
 
     def cpu(self):
         return self.as_subclass(torch.Tensor)
-
-
-def first_of(cases):
-    """Leave all cases of a parameter but the first to `.ci/run`."""
-    first, *others = cases
-    return [first, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.ci) for c in others)]
 
 
 def make_model(name="vit_tiny_moe", **options):

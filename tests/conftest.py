@@ -55,13 +55,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_cases(items):
-    """Mark the cases between a test's first and last as ``ci``, but not in project/, where each is another page."""
+    """Mark all cases of a test but the first as ``ci``, but not in project/, where each is another page."""
     tests = defaultdict(list)
     for item in items:
         if item.path.parent.name != "project" and not any(item.get_closest_marker(name) for name in LIMITS):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        for case in cases[1:-1]:
+        for case in cases[1:]:
             case.add_marker(pytest.mark.ci)
 
 

@@ -212,7 +212,7 @@ def test_errors_are_one_sentence_before_any_forward(splits, model, tmp_path, mon
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])  # whose end takes torch 10 seconds
+@pytest.mark.parametrize("workers", [0, 2])  # whose end takes torch 10 seconds
 @pytest.mark.parametrize("keep", [0.5, 0])
 def test_an_image_that_cannot_be_read_is_named(splits, model, tmp_path, workers, keep):
     """timm's own dataset would take the next image in its place."""

@@ -161,7 +161,7 @@ def test_without_names_classes_are_their_numbers(masked):
         ("classes.txt", b"\xff", "classes.txt is no text: "),
     ],
 )
-@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("workers", ["0", "1"])
 def test_bad_data(masked, capsys, workers, file, pixels, message):
     (masked / "classes.txt").write_text("\n".join(NAMES))
     if isinstance(pixels, bytes):

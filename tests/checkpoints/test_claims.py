@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, first_of
+from common import SMALL_VIT
 from exported import OPTIONS, SPEC, edit
 from timm.models import save_for_hf
 from torch.overrides import TorchFunctionMode
@@ -91,7 +91,7 @@ def test_a_nested_argument(quickly, tmp_path, name, kind):
     assert len(text) < 5000
 
 
-@pytest.mark.parametrize("kind", first_of(NESTS))
+@pytest.mark.parametrize("kind", NESTS)
 def test_nests_in_other_places(quickly, tmp_path, kind):
     content = torch.load(save(tmp_path / "a.pth"), weights_only=False)
     changes = [

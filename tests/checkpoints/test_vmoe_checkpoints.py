@@ -222,6 +222,7 @@ def test_truncated_files(copy, suffix, fraction):
     assert not copy.with_name("a.safetensors").exists()
 
 
+@pytest.mark.ci
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_never_crash(copy, data):

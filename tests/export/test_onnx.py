@@ -20,11 +20,9 @@ SL = dict(shifted_patches=True, locality_attention=True)
     ("name", "options"),
     [
         ("vit_tiny_ewa_moe", SMALL_VIT),
-        pytest.param("vit_xtiny_ewa_moe", dict(embed_dim=32, depth=2, num_heads=2, **SL), marks=pytest.mark.ci),
-        pytest.param("pit_xs_32_ewa_moe", dict(base_dims=[8, 8, 8], depth=[1, 2, 1], **SL), marks=pytest.mark.ci),
-        pytest.param(
-            "swin_tiny_patch2_window4_32_ewa_moe", dict(embed_dim=12, depths=[1, 2, 1], **SL), marks=pytest.mark.ci
-        ),
+        ("vit_xtiny_ewa_moe", dict(embed_dim=32, depth=2, num_heads=2, **SL)),
+        ("pit_xs_32_ewa_moe", dict(base_dims=[8, 8, 8], depth=[1, 2, 1], **SL)),
+        ("swin_tiny_patch2_window4_32_ewa_moe", dict(embed_dim=12, depths=[1, 2, 1], **SL)),
     ],
 )
 def test_an_exported_model_in_onnxruntime(name, options, images, tmp_path):
@@ -59,10 +57,8 @@ ROUTED = [
 ]
 
 
-@pytest.mark.parametrize("exporter", ["timm's", pytest.param("dynamo", marks=pytest.mark.ci)])
-@pytest.mark.parametrize(
-    ("name", "options"), [ROUTED[0], *(pytest.param(*case, marks=pytest.mark.ci) for case in ROUTED[1:])]
-)
+@pytest.mark.parametrize("exporter", ["timm's", "dynamo"])
+@pytest.mark.parametrize(("name", "options"), ROUTED)
 def test_experts_in_onnxruntime(name, options, exporter, tmp_path):
     model = timm.create_model(name, exportable=True, **{**SMALL_VIT, "num_experts": 4, **options}).eval()
     for layer in timm_moe.moe_layers(model).values():

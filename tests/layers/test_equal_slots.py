@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from common import first_of
 from devices import NETWORKS, WIDTH, equal_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,7 +158,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("amp", first_of([torch.float16, None, torch.bfloat16]))
+@pytest.mark.parametrize("amp", [torch.float16, None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_waits_of_a_forward_pass(name, amp):
     """One for each layer without capacities, which asks for the counts once; none for others."""

@@ -62,7 +62,7 @@ def test_the_host_draws_for_a_generator_that_checkpointing_does_not_restore():
     assert generator_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("road", ["eager", pytest.param("compiled", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("road", ["eager", "compiled"])
 @settings(max_examples=25)
 @given(case=routings())
 def test_layer_equals_the_slow_reference(road, case):
@@ -94,15 +94,10 @@ def test_layer_equals_the_slow_reference(road, case):
     ("tokens", "options"),
     [
         (50, {"top_k": 2, "capacity_factor": 1.05}),
-        *(
-            pytest.param(tokens, options, marks=pytest.mark.ci)
-            for tokens, options in [
-                (50, {"top_k": 1}),
-                (3, dict(num_experts=8, top_k=3, batch_priority=True, capacity_factor=0.5, capacity_multiple=1)),
-                (1, {"top_k": 4}),
-                (8, dict(top_k=2, group_images=1, capacity_factor=1.0, noise_std=1.0, loss_weights={"load": 1.0})),
-            ]
-        ),
+        (50, {"top_k": 1}),
+        (3, dict(num_experts=8, top_k=3, batch_priority=True, capacity_factor=0.5, capacity_multiple=1)),
+        (1, {"top_k": 4}),
+        (8, dict(top_k=2, group_images=1, capacity_factor=1.0, noise_std=1.0, loss_weights={"load": 1.0})),
     ],
 )
 def test_compiled_as_one_graph_gives_the_same_values_and_gradients(tokens, options):

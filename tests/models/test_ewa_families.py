@@ -22,21 +22,15 @@ from timm_moe.models import ewa
 sys.path.insert(0, str(ROOT / "docs"))
 row = import_module("model_tables").row
 
-#: One of each way to hold feed-forward networks; the other families repeat it, in CI.
-QUICK = {
-    *("beit_base_patch16_224", "coat_tiny", "eva02_tiny_patch14_224", "test_convnext", "test_vit", "tiny_vit_5m_224"),
-    *("swin_tiny_patch4_window7_224", "tnt_s_patch16_224", "xcit_nano_12_p8_224"),
-}
-OF_EACH_FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in SMALL]
 TINY_SWIN = dict(SMALL["swin_tiny_patch4_window7_224"], num_classes=5)
 
 
-@pytest.mark.parametrize("architecture", OF_EACH_FAMILY)
+@pytest.mark.parametrize("architecture", SMALL)
 def test_a_small_one_of_each_family(architecture):
     check(architecture, SMALL[architecture])
 
 
-@pytest.mark.parametrize("architecture", OF_EACH_FAMILY)
+@pytest.mark.parametrize("architecture", SMALL)
 def test_experts_that_differ_become_their_mean(architecture, tmp_path):
     """Wherever the network stands: CoaT's blocks have it in three places."""
     model = timm.create_model(f"{architecture}_ewa_moe", **SMALL[architecture])
@@ -148,9 +142,7 @@ def test_a_dense_checkpoint_is_upcycled_from_a_file(tmp_path):
     assert torch.equal(model.eval()(images), dense(images))
 
 
-@pytest.mark.parametrize(
-    "architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", pytest.param("caformer_s18", marks=pytest.mark.ci)]
-)
+@pytest.mark.parametrize("architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"])
 def test_the_page_of_the_models(architecture):
     page = (ROOT / "docs/generated/models.md").read_text()
     if f"`{architecture}_ewa_moe`" in page:  # else timm is newer than the page

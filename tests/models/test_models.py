@@ -323,10 +323,7 @@ EXPORTED = [
 
 
 @pytest.mark.ci  # tests/layers/test_grouped.py exports a routed model
-@pytest.mark.parametrize(
-    ("name", "options", "strict"),
-    [EXPORTED[1], *(pytest.param(*case, marks=pytest.mark.ci) for case in EXPORTED if case != EXPORTED[1])],
-)
+@pytest.mark.parametrize(("name", "options", "strict"), EXPORTED)
 def test_exports_with_a_dynamic_batch(name, options, strict, images):
     model = timm.create_model(name, **options, **SMALL_VIT).eval()
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
@@ -410,7 +407,7 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.ci) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
     """At the top of config.json, where transformers looks for them too."""
     cfg = timm.models.get_pretrained_cfg(name).to_dict()

@@ -89,15 +89,7 @@ def test_every_figure_is_expected():
     assert {figure.paper for figure in FIGURES} == set(PAPERS)
 
 
-#: Whose models are measured in a second; the others in CI.
-QUICK = [("EWA", "table 1"), ("WideNet", "tables 1, 3"), ("OneS", "table 1"), ("ViMoE", "table 4"), ("pBE", "abstract")]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [place if place in QUICK else pytest.param(place, marks=pytest.mark.ci) for place in EXPECTED],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("place", EXPECTED, ids=" ".join)
 def test_the_models_have_what_formulas_say(place):
     found = [measured(number) for number, figure in enumerate(FIGURES) if (figure.paper, figure.where) == place]
     costs = place in [("pBE", where) for where in ("table 11", "table 12", "section 4.1")]

@@ -69,6 +69,12 @@ def test_the_exported_model_is_stock_and_computes_the_same(images, tmp_path):
     assert type(dense) is timm.models.VisionTransformer
     with torch.no_grad():
         torch.testing.assert_close(dense(images), model(images))
+
+
+@pytest.mark.ci
+def test_compiled_as_one_graph(images):
+    model = fused_vit(common_share=0.5).eval()
+    with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(images), model(images))
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from common import ROOT, first_of
+from common import ROOT
 from processes import run_code
 
 import timm_moe_autoload
@@ -36,14 +36,12 @@ def _search(path):
 
 @pytest.mark.parametrize(
     "imports",
-    first_of(
-        [
-            "import torch\nfrom timm.models import create_model",
-            "import torch, timm",
-            "import timm",
-            "from timm import utils",
-        ]
-    ),
+    [
+        "import torch\nfrom timm.models import create_model",
+        "import torch, timm",
+        "import timm",
+        "from timm import utils",
+    ],
 )
 def test_models_are_there_whatever_is_imported_first(imports):
     done = run(f"{imports}\nimport timm\nassert timm.is_model('vit_small_ewa_moe')")
@@ -91,7 +89,7 @@ def test_words_that_switch_it_off(value, monkeypatch):
     assert sys.meta_path != finders
 
 
-@pytest.mark.parametrize("name", first_of(["timm_moe.py", "timm_moe/__init__.py", "timm_moe/readme.txt"]))
+@pytest.mark.parametrize("name", ["timm_moe.py", "timm_moe/__init__.py", "timm_moe/readme.txt"])
 def test_a_users_own_file_is_not_run(tmp_path, name):
     """In the working directory, where Python looks first."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -102,6 +100,7 @@ def test_a_users_own_file_is_not_run(tmp_path, name):
     assert Path(done.stdout.strip()) == Path(timm_moe_autoload.__file__).parent / "timm_moe/__init__.py"
 
 
+@pytest.mark.ci
 def test_a_users_own_module_keeps_its_name(tmp_path):
     """If it is imported before timm, it is left alone, and a warning says what is missing."""
     (tmp_path / "timm_moe.py").write_text("OWN = True\n")
@@ -147,19 +146,17 @@ print(*sorted(seen.items()))
 
 @pytest.mark.parametrize(
     ("first", "name"),
-    first_of(
-        [
-            ("timm", "timm"),
-            ("timm", "timm.layers"),
-            ("timm", "timm_moe"),
-            ("timm", "timm_moe.layers"),
-            ("timm_moe", "timm_moe"),
-            ("timm_moe", "timm"),
-            ("timm_moe", "timm.models.vision_transformer"),
-            ("timm_moe", "timm_moe.layers"),
-            ("timm_moe", "timm_moe.models"),
-        ]
-    ),
+    [
+        ("timm", "timm"),
+        ("timm", "timm.layers"),
+        ("timm", "timm_moe"),
+        ("timm", "timm_moe.layers"),
+        ("timm_moe", "timm_moe"),
+        ("timm_moe", "timm"),
+        ("timm_moe", "timm.models.vision_transformer"),
+        ("timm_moe", "timm_moe.layers"),
+        ("timm_moe", "timm_moe.models"),
+    ],
 )
 def test_threads_that_import_timm_and_the_package_at_once(first, name):
     done = run_code(THREADS, first, name, modules=BEFORE_TIMM)
@@ -185,10 +182,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["syntax error", *(pytest.param(name, marks=pytest.mark.ci) for name in DAMAGES if name != "syntax error")],
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_installation_breaks_neither_torch_nor_timm(installation, damage):
     DAMAGES[damage](installation / "timm_moe")
     done = run_anew("import torch; print('torch')", installation)
@@ -210,6 +205,7 @@ print(timm.is_model("vit_small_patch16_224"))
 """
 
 
+@pytest.mark.ci
 def test_only_the_autoload_module_left():
     """The package's folder is gone, its entry point is not."""
     done = run(NO_PACKAGE)
@@ -217,6 +213,7 @@ def test_only_the_autoload_module_left():
     assert "timm_moe could not be loaded" in done.stderr
 
 
+@pytest.mark.ci
 def test_a_probe_for_timm_models_does_not_use_the_hook_up():
     code = """
 import sys, torch, importlib.util
@@ -266,7 +263,7 @@ for attempt in range(2):
 """
 
 
-@pytest.mark.parametrize("switch", [pytest.param("0", marks=pytest.mark.ci), "1"])
+@pytest.mark.parametrize("switch", ["1", "0"])
 def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
     import timm
 
@@ -291,7 +288,7 @@ LATE_FAILURES = {
 }
 
 
-@pytest.mark.parametrize("where", ["hooks", pytest.param("models", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("where", LATE_FAILURES)
 def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
     file, line, broken = LATE_FAILURES[where]
     path = installation / "timm_moe" / file
@@ -305,6 +302,7 @@ def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
     assert "timm_moe could not be loaded, its models are missing: RuntimeError: broken" in done.stderr
 
 
+@pytest.mark.ci
 def test_a_model_registered_before_a_failure_is_not_built(installation):
     """timm cannot forget a name, so what came before the failure must not train without its averaging."""
     path = installation / "timm_moe/models/widenet.py"
@@ -325,6 +323,7 @@ for name in timm.list_models("*moe*"):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_installing_twice_wraps_once():
     code = """
 import sys, timm, timm_moe, timm.scheduler, torch

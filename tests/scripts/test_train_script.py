@@ -28,11 +28,6 @@ from timm_moe_cli import main
 pytestmark = needs_scripts
 
 
-def longer(*values):
-    """Leave a case to `.ci/run`, since the default suite has one like it."""
-    return pytest.param(*values, marks=pytest.mark.ci)
-
-
 #: A quarter of the registered model's width and of its patches: a step takes a tenth of the time.
 SMALL = dict(patch_size=8, embed_dim=48, num_heads=3)
 
@@ -108,14 +103,14 @@ def test_resume_goes_on_where_it_stopped(run, images):
     [
         (["--sched", "step", "--decay-epochs", "100"], "over 6 updates."),
         (["--grad-accum-steps", "4"], "over 2 updates."),
-        longer(["--opt", "lookahead_adamw", "--clip-grad", "1"], "over 6 updates."),
-        longer(["--clip-grad", "0.01", "--clip-mode", "agc"], "over 6 updates."),
-        longer(["--model-ema", "--amp", "--amp-dtype", "bfloat16"], "over 6 updates."),
+        (["--opt", "lookahead_adamw", "--clip-grad", "1"], "over 6 updates."),
+        (["--clip-grad", "0.01", "--clip-mode", "agc"], "over 6 updates."),
+        (["--model-ema", "--amp", "--amp-dtype", "bfloat16"], "over 6 updates."),
         (
             small("vit_xtiny_ewa_moe", "share_rate=0.5", "share_schedule=early", "num_experts=3"),
             "share rate 0.5, schedule early",
         ),
-        longer(["--mixup", "0.8", "--cutmix", "1", "--bce-loss", "--sched-on-updates"], "over 6 updates."),
+        (["--mixup", "0.8", "--cutmix", "1", "--bce-loss", "--sched-on-updates"], "over 6 updates."),
     ],
 )
 def test_options_of_train_py(images, tmp_path, options, message):
@@ -124,6 +119,7 @@ def test_options_of_train_py(images, tmp_path, options, message):
     assert message in log
 
 
+@pytest.mark.ci
 def test_device_modules_says_it_explicitly(images, tmp_path):
     log = train(tmp_path, images, *XTINY, "--device-modules", "timm_moe", epochs=1, autoload="0")
     assert log.count("EWA: averaging") == 1
@@ -138,7 +134,7 @@ def test_upcycling_from_the_command_line(images, tmp_path):
         assert log.count("EWA: averaging") == 1
 
 
-@pytest.mark.parametrize("size", ["tiny", longer("small")])
+@pytest.mark.parametrize("size", ["tiny", "small"])
 def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
     """Run the README's first command; weights come from the Hub's cache, since tests have no network."""
     repo = HUB_CACHE / f"models--timm--vit_{size}_patch16_224.augreg_in21k_ft_in1k"
@@ -190,11 +186,11 @@ def test_the_routers_losses_are_in_the_loss_that_train_py_logs(images, tmp_path)
     "options",
     [
         ["--grad-accum-steps", "4", "--clip-grad", "1"],
-        longer(["--aug-splits", "3", "--aa", "original", "--jsd-loss"]),
-        longer(["--amp", "--amp-dtype", "bfloat16", "--model-ema"]),
-        longer(["--mixup", "0.8", "--cutmix", "1", "--bce-loss"]),
-        longer(["--grad-checkpointing", "--smoothing", "0.1"]),
-        longer(["--torchcompile", "aot_eager"]),
+        ["--aug-splits", "3", "--aa", "original", "--jsd-loss"],
+        ["--amp", "--amp-dtype", "bfloat16", "--model-ema"],
+        ["--mixup", "0.8", "--cutmix", "1", "--bce-loss"],
+        ["--grad-checkpointing", "--smoothing", "0.1"],
+        ["--torchcompile", "aot_eager"],
     ],
 )
 def test_options_of_train_py_with_routed_experts(images, tmp_path, options):
@@ -216,6 +212,7 @@ def test_distillation_into_routed_experts(images, tmp_path, teacher):
     assert len(routing_lines(log)) == 4
 
 
+@pytest.mark.ci
 def test_early_ewa(images, tmp_path):
     log = train(tmp_path, images, *small("vit_xtiny_moe", "share_schedule=early"))
     assert "averaging the 4 experts of 4 layers after every optimizer step, share rate 0.3, schedule early" in log
@@ -243,13 +240,13 @@ def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path)
 
 SIZE = ["img_size=32", "patch_size=8", "embed_dim=32", "depth=4", "num_heads=2"]
 FAMILIES = {
+    "vmoe_pbe_s32": ["num_experts=4"],
     "vimoe_s14_shared": ["num_experts=3"],
     "vit_xtiny_moe": ["num_experts=8", "top_k=4", "expert_width=0.25", "shared_expert=True", "expert_init=drop"],
     "soft_moe_s16": ["num_experts=3", "moe_layers=tail-2", "slots_per_expert=2"],
     "vit_tiny_moe": ["router=expert_choice", "num_experts=3"],
     "vmoe_s32": ["num_experts=4", "score=sigmoid", "gate_mode=renorm", "balance=bias", "z_loss_weight=0.001"],
     "widenet_b": ["official_compat=True", "routing_groups=2"],
-    "vmoe_pbe_s32": ["num_experts=4"],
     "vmoe_mimo_s32": ["num_experts=4", "batch_repetitions=2"],
     "vit_mimo_s32": ["ensemble_size=3"],
     "vit_be_s32": ["factor_lr=2"],
@@ -260,10 +257,7 @@ def family(name, *options):
     return ["--model", name, "--img-size", 32, "--num-classes", 3, "--model-kwargs", *SIZE, *FAMILIES[name], *options]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "vmoe_pbe_s32" else longer(name) for name in FAMILIES],
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_families_train_resume_and_validate(images, tmp_path, name):
     options = [*family(name), "--model-ema", "--layer-decay", "0.9"]
     log = train(tmp_path, images, *options, "--experiment", "a", epochs=3)

@@ -68,7 +68,7 @@ def test_it_moves_once_a_step_by_all_micro_batches():
     assert steps(model) == expected
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_repetitions_in_backward_do_not_count(compiled):
     model, images = make_model(), torch.randn(4, 3, 32, 32)
     other = copy.deepcopy(model)

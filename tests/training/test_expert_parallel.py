@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import torch.distributed.checkpoint as dcp
-from common import SMALL_VIT, first_of
+from common import SMALL_VIT
 from processes import join_group, run_ranks
 from timm.layers import Mlp
 from torch import nn
@@ -126,8 +126,8 @@ def worker(rank, folder, processes, name, recomputed=False, dtype=None, groups=1
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("processes", [2, 4, pytest.param(1, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("name", first_of(MODELS))
+@pytest.mark.parametrize("processes", [4, 2, 1])
+@pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_one_process(tmp_path, name, processes):
     run_ranks(worker, (str(tmp_path), processes, name), processes)
 
@@ -256,8 +256,8 @@ def ewa_worker(rank, folder, processes, optimizer, name):
     ("processes", "optimizer", "name"),
     [
         (2, "SGD", "vit_tiny_ewa_moe"),
-        pytest.param(4, "AdamW", "vit_tiny_ewa_moe", marks=pytest.mark.ci),
-        pytest.param(2, "SGD", "vit_tiny_moe", marks=pytest.mark.ci),
+        (4, "AdamW", "vit_tiny_ewa_moe"),
+        (2, "SGD", "vit_tiny_moe"),
     ],
 )
 def test_averaging_over_processes_is_that_of_one_process(tmp_path, processes, optimizer, name):

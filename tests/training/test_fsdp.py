@@ -164,13 +164,7 @@ def training_worker(rank, folder, name):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "random partitions",
-        *(pytest.param(name, marks=pytest.mark.ci) for name in MODELS if name != "random partitions"),
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_one_process(tmp_path, name):
     run_ranks(training_worker, (str(tmp_path), name), 2)
     first, second = (torch.load(tmp_path / f"outputs{rank}.pt") for rank in range(2))

@@ -68,7 +68,7 @@ class Repeated(nn.Module):
         return checkpoint(self.blocks, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled):
     """Compiled code cannot ask whether backward is running, so it takes records as in a forward, which are ignored."""
     images, targets = batch()

@@ -90,7 +90,7 @@ class Outer(TrainingTask):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad image"), KeyboardInterrupt()], ids=["error", "interrupted"])
-@pytest.mark.parametrize("road", ["eager", "nested", pytest.param("compiled", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("road", ["eager", "nested", "compiled"])
 def test_a_task_that_fails_leaves_nothing_behind(road, error):
     images, targets = batch()
     stumbling = Stumbling(routed_model())
