@@ -13,7 +13,7 @@ HERE = Inference(batch_size=7, workers=0, device="cpu")
 
 def observed(model, data, ood=None):
     images = image_folder(data)
-    (model,) = load_classifiers([model], images, inference=HERE)
+    (model,), images = load_classifiers([model], images, inference=HERE)
     return observe(model, "model", images, ood, HERE)
 
 

@@ -194,7 +194,7 @@ def _routes(args: argparse.Namespace) -> None:
         if args.ignore_index is not None:
             raise ValueError("--ignore-index is a label of pixels: name the folder of the masks with --segmentation.")
         images = image_folder(args.data_dir, args.split, args.class_map)
-        (model,) = load_classifiers([args.source], images, **loading)
+        (model,), images = load_classifiers([args.source], images, **loading)
         if mixing_layers(model):
             mixtures, image = collect_mixtures(model, images, loading["inference"])
             numbers = {"images": len(images), "layers": [mixture.summary() for mixture in mixtures]}

@@ -37,7 +37,7 @@ def collected(options, splits):
             torch.nn.init.constant_(layer.router.scale, 8)
         layer.router.register_forward_pre_hook(lambda _, args, path=path: inputs[path].append(args[0]))
     images = image_folder(splits)
-    (model,) = load_classifiers([model], images, inference=HERE)
+    (model,), images = load_classifiers([model], images, inference=HERE)
     mixtures, image = collect_mixtures(model, images, HERE)
     hooks = [len(layer.router._forward_hooks) for layer in moe_layers(model).values()]
     assert hooks == [0, 0]
@@ -120,8 +120,7 @@ def test_patches_have_as_many_experts_as_took_them(splits):
 def test_a_layer_that_is_called_twice_is_shown_twice(splits):
     model = make_model(**SOFT)
     model.blocks[3].mlp = model.blocks[1].mlp
-    images = image_folder(splits)
-    mixtures, _ = collect_mixtures(*load_classifiers([model], images, inference=HERE), images, HERE)
+    mixtures, _ = collect_mixtures(model, image_folder(splits), HERE)
     assert [mixture.layer for mixture in mixtures] == ["blocks.1.mlp (call 1)", "blocks.1.mlp (call 2)"]
     assert mixtures[0].summary()["tokens_per_slot"] != mixtures[1].summary()["tokens_per_slot"]
 

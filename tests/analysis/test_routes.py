@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from timm_moe import moe_layers
-from timm_moe.analysis.data import image_folder, load_classifiers
+from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.routes import display_order, plot
-from timm_moe.analysis.routing_statistics import Routes, collect_routes, summarize, summarize_all
+from timm_moe.analysis.routing_statistics import Routes, collect_routes, patch_grid, summarize, summarize_all
 from timm_moe_cli import main
 
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
@@ -34,8 +34,7 @@ def splits(tmp_path_factory):
 
 
 def routes_of(model, splits):
-    images = image_folder(splits)
-    return collect_routes(*load_classifiers([model], images, inference=HERE), images, HERE)
+    return collect_routes(model, image_folder(splits), HERE)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +78,33 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
         assert not router._forward_hooks
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "grid"),
+    [
+        ("swin_tiny_patch4_window7_224", dict(img_size=(64, 96), embed_dim=24, window_size=2), (16, 24)),
+        ("gcvit_xxtiny", dict(img_size=64, window_size=2), (16, 16)),  # (B, H, W, D)
+        ("nest_tiny", dict(img_size=64), None),
+        ("hiera_tiny_224", dict(img_size=(64, 64), embed_dim=24), None),
+    ],
+)
+def test_patches_have_a_grid_where_they_are_row_by_row(name, size, grid):
+    model = timm.create_model(f"{name}_ewa_moe", router="top_k", num_classes=5, **size).eval()
+    path, layer = next(iter(moe_layers(model).items()))
+    seen = []
+    layer.router.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    images = size["img_size"] if isinstance(size["img_size"], tuple) else (size["img_size"],) * 2
+    model(torch.randn(2, 3, *images))
+    assert patch_grid(model, seen[0], images) == grid, path
+
+
+def test_pixels_that_are_apart_are_no_members(tmp_path):
+    model = timm.create_model("mobilevit_xxs_ewa_moe", router="top_k", num_classes=5, img_size=64)
+    folder = write_images(tmp_path, {"val": 2}, CLASSES)
+    for routes in collect_routes(model, image_folder(folder), HERE):
+        assert routes.members == 1
+        assert routes.count_IME.sum(2).unique().numel() == 1  # each image has as many rows
+
+
 def test_a_layer_that_is_called_twice_has_two_panels(splits):
     model = make_model(moe_layers="1,2")
     model.blocks[3].mlp = model.blocks[1].mlp
@@ -91,8 +117,7 @@ def test_a_layer_that_is_called_twice_has_two_panels(splits):
 def test_classes_without_images_are_left_out(splits, tmp_path):
     (tmp_path / "classes.txt").write_text("\n".join(["nothing", *CLASSES]))
     images = image_folder(splits, class_map=str(tmp_path / "classes.txt"))
-    models = load_classifiers([make_model(num_classes=6)], images, inference=HERE)
-    (first, _) = collect_routes(*models, images, HERE)
+    (first, _) = collect_routes(make_model(num_classes=6), images, HERE)
     assert first.classes == CLASSES
     torch.testing.assert_close(first.share_CE().sum(1), torch.ones(5, dtype=torch.double))
 

@@ -11,7 +11,9 @@ from torch import nn
 import timm_moe
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.fewshot import Folder, fewshot
 from timm_moe.analysis.routing_statistics import collect_routes
+from timm_moe.report import write_report
 from timm_moe.report.observe import SHOWN, SUREST
 from timm_moe.report.sections.routing import routing_section
 from timm_moe.report.sections.similarity import expert_similarity, similarity_section
@@ -76,6 +78,47 @@ def test_patches_experts_and_pairs_are_those_of_the_routers(splits):
         assert all(patch.pixels.shape == (3, 24, 24) for patch in patches)
     entropy = torch.special.entr(gates[first.name]).sum(2).flatten() / torch.tensor(4.0).log()
     assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
+
+
+def test_a_gate_is_that_of_the_choice(splits):
+    """The largest probability is another expert's where a bias helped to choose."""
+    model = make_model(balance="bias", capacity_factor=None)
+    for layer in timm_moe.moe_layers(model).values():
+        layer.router.balancing_bias.steps[3] = 9000
+    for layer in observed(model, splits).layers:
+        assert (layer.expert_SMP == 3).all()
+        assert 0 < layer.gate_SMP.min() < 0.25  # of four, the largest is more than that
+
+
+def test_every_head_has_its_own_gate(splits):
+    layer = observed(make_model("vmoe_pbe_s32", num_experts=4, ensemble="multi_head", top_k=2), splits).layers[-1]
+    first, second = layer.gate_SMP.unbind(1)
+    assert (first >= second).all()
+    assert (first + second <= 1).all()
+    assert (second <= 0.5).all()
+
+
+def test_images_that_are_dropped_are_counted_as_images(splits):
+    model = make_model("vimoe_s14", eval_capacity_factor=0.5)
+    for layer in timm_moe.moe_layers(model).values():
+        nn.init.zeros_(layer.router.weight)  # all images choose the first expert
+    for layer in observed(model, splits).layers:
+        assert 0 < layer.dropped < 20
+
+
+def test_the_model_goes_on_as_it_was(splits, tmp_path):
+    model = make_model("vit_tiny_ewa_moe").train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    images = image_folder(splits)
+    folder = Folder("splits", images, images)
+    for run in (
+        lambda: evaluate([model], images, inference=HERE),
+        lambda: fewshot([model], [folder], [1], 1, inference=HERE),
+        lambda: write_report([model], images, tmp_path, inference=HERE),
+    ):
+        run()
+        assert [module.training for module in model.modules()] == modes
 
 
 def test_a_device_without_float64(splits):

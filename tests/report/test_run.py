@@ -51,6 +51,15 @@ def test_what_the_routers_did_in_training_is_told(tmp_path):
     assert told.startswith("In the last epoch, 0, none had less than a tenth of an even share.")
 
 
+def test_a_run_that_follows_another_in_its_folder_is_the_one_that_is_told(tmp_path):
+    """train.py appends to the file when an experiment of the same name begins again."""
+    rows = [(epoch, 80 + epoch) for epoch in range(10)] + [(epoch, epoch) for epoch in range(5)]
+    lines = [f"{epoch},{accuracy}" for epoch, accuracy in rows]
+    (tmp_path / "summary.csv").write_text("\n".join(["epoch,eval_top1", *lines]))
+    told = parts_of(tmp_path)["How accurate was it in each epoch?"].text
+    assert told == "Top-1 ended at 4.00 %; the best was 4.00 % in epoch 4."
+
+
 def parts_of(folder):
     return {part.title: part for part in run_section(folder).parts}
 

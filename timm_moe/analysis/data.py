@@ -1,8 +1,10 @@
 """Opens classifiers, checks them against a folder of images before the first forward, and loads the images."""
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,65 +54,82 @@ def load_classifiers(
     spec: ModelSpec | None = None,
     use_ema: bool = False,
     inference: Inference | None = None,
-) -> list[nn.Module]:
-    """Load models with the classes of the images, on the device of ``inference`` and in eval mode.
+) -> tuple[list[nn.Module], ImageDataset]:
+    """Load models with the classes of the images, on the device of ``inference``, and number the images as they do.
 
-    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`. If a model's config
-    names the classes of the folders in another order (``label_names``), its order is taken, unless a class map states
-    one. A warning says if it names other classes, or if a model was trained with a class map and there is none here.
+    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`. Unless a class map
+    states the order of the classes, it is the one in the first model's config (``label_names``), or timm's order of the
+    folders for a model that names none. A warning says if a model names other classes, or was trained with a class map
+    and there is none here.
 
     Raises:
         ValueError: if a model and the images have different numbers of classes, or different numbers for the same
             class; and as ``load_source``.
     """
-    models = []
-    numbered_by = "its class map" if getattr(images.reader, "numbers_stated", True) else ""
+    models: list[nn.Module] = []
+    by_folder = class_names(images)
+    is_stated = getattr(images.reader, "numbers_stated", True)
+    order = "its class map" if is_stated else "the order of its folders"
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
-        model = load_source(source, spec, use_ema)
-        numbered_by = _compare_classes(model, describe_source(source), images, numbered_by)
-        models.append(model.to((inference or Inference()).torch_device()).eval())
-    return models
+        model, name = load_source(source, spec, use_ema), describe_source(source)
+        known = _classes_of(model, name, images.reader.root, by_folder)
+        if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
+            _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
+            images, order = copy.copy(images), name
+            images.reader = images.reader.renumbered(known)
+        if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not is_stated:
+            _logger.warning(
+                f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not "
+                "mean the same."
+            )
+        _compare_classes(known, name, images, order)
+        models.append(model.to((inference or Inference()).torch_device()))
+    return models, images
 
 
-def _compare_classes(model: Any, name: str, images: ImageDataset, numbered_by: str) -> str:
-    """Compare the classes by name; where nothing else has numbered the images' classes, number them as the model does.
-
-    Returns:
-        What numbers the classes; "" for the order of the folders.
-    """
-    root, found = Path(images.reader.root), class_names(images)
-    stated = get_pretrained_cfg(model).get("label_names") or found
+def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[str]:
+    """List the classes of a model, by default those of the folders; ValueError if they are not as many."""
+    stated = get_pretrained_cfg(model).get("label_names") or by_folder
     by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
     known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(model.num_classes)]
-    if len(known) != len(found):
-        others = [repr(label) for label in found if label not in by_number.values()]
+    if len(known) != len(by_folder):
+        others = [repr(label) for label in by_folder if label not in by_number.values()]
         without = f", without {', '.join(others[:3])}" if others else ""
-        raise ValueError(f"{root} has {len(found)} classes, but {name} has {len(known)}{without}.")
-    if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not numbered_by:
-        _logger.warning(
-            f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not mean "
-            "the same."
-        )
-    if known != found and set(known) == set(found) and not numbered_by:
-        _logger.info("%s: classes are numbered as in %s.", root, name)
-        images.reader.renumber(known)
-        return name
+        raise ValueError(f"{Path(root)} has {len(by_folder)} classes, but {name} has {len(known)}{without}.")
     # transformers calls a class without a name LABEL_ and its number
-    other = [number for number, label in enumerate(found) if known[number] not in (label, f"LABEL_{number}")]
+    return [own if known[number] == f"LABEL_{number}" else known[number] for number, own in enumerate(by_folder)]
+
+
+def _compare_classes(known: list[str], name: str, images: ImageDataset, order: str) -> None:
+    """Raise ValueError if a class has another number in a model than in the images, which are in some order."""
+    root, found = Path(images.reader.root), class_names(images)
+    other = [number for number, label in enumerate(found) if known[number] != label]
     for number in other:
         if found[number] in known:
             raise ValueError(
-                f"{root} has {found[number]!r} as class {number} (by {numbered_by or 'the order of its folders'}), but "
-                f"{name} as class {known.index(found[number])}: state the model's order with --class-map (class_map=)."
+                f"{root} has {found[number]!r} as class {number} (by {order}), but {name} as class "
+                f"{known.index(found[number])}: state the model's order with --class-map (class_map=)."
             )
     if other:
         _logger.warning(
             f"{root} has other classes than {name}, whose class {other[0]} is {known[other[0]]} and not "
             f"{found[other[0]]}: the labels do not mean the same."
         )
-    return numbered_by
+
+
+@contextmanager
+def in_eval_mode(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Put models into eval mode, and each of their modules back into its own."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for module in modes:
+            module.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def describe_source(source: Source) -> str:
@@ -123,7 +142,8 @@ def batches(
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
 
-    Models of the same preprocessing share a loader. An image that cannot be read is a ValueError.
+    Meanwhile the models are in eval mode. Models of the same preprocessing share a loader. An image that cannot be read
+    is a ValueError.
     """
     configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
@@ -141,8 +161,9 @@ def batches(
         )
         for config, mode in distinct
     ]
-    for parts in reading(zip(*loaders, strict=True), Path(reader.root), len(reader), inference):
-        yield [parts[distinct.index(config)][0] for config in configs], parts[0][1]
+    with in_eval_mode(models):
+        for parts in reading(zip(*loaders, strict=True), Path(reader.root), len(reader), inference):
+            yield [parts[distinct.index(config)][0] for config in configs], parts[0][1]
 
 
 def image_mode(model: nn.Module) -> str:

@@ -72,7 +72,7 @@ def evaluate(
         ValueError: if the classes of models and images differ or an output is NaN; and as ``load_source``.
     """
     inference = inference or Inference()
-    models = load_classifiers(sources, images, spec, use_ema, inference)
+    models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
     figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
     for _, log_p_BMC, labels in predictions(models, names, images, inference, members):

@@ -121,7 +121,7 @@ def fewshot(
     if not shots or min(shots) < 1 or draws < 1:
         raise ValueError(f"shots and draws must be at least 1, got {list(shots)} and {draws}.")
     labels = [_checked_labels(folder, max(shots)) for folder in folders]
-    models = [load_source(source, spec, use_ema).to(inference.torch_device()).eval() for source in sources]
+    models = [load_source(source, spec, use_ema).to(inference.torch_device()) for source in sources]
     named = [*zip(models, map(describe_source, sources), strict=True)]
     generator = torch.Generator("cpu").manual_seed(seed)
     tables = []

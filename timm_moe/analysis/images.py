@@ -187,10 +187,10 @@ class FolderReader:
     def class_to_idx(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
-    def renumber(self, names: Sequence[str]) -> None:
-        """Number the same classes in another order."""
-        self.samples = [(file, names.index(self.names[number])) for file, number in self.samples]
-        self.names = names
+    def renumbered(self, names: Sequence[str]) -> "FolderReader":
+        """Return the same files with the classes in another order."""
+        samples = [(file, names.index(self.names[number])) for file, number in self.samples]
+        return FolderReader(self.root, samples, names, self.numbers_stated)
 
     def __len__(self) -> int:
         return len(self.samples)

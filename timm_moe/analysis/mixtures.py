@@ -111,7 +111,7 @@ def add_calls(
         if call.layer.routed_by.depends_on_input:
             continue
         if call.name not in mixtures:
-            grid = patch_grid(model, call.x, math.prod(call.x.shape[1:-1]), images.shape[2:])
+            grid = patch_grid(model, call.x, images.shape[2:])
             mixtures[call.name] = Mixture(call.name, call.layer.router, grid)
         members = len(call.x) // len(images)  # an ensemble's layer sees an image once for each; the first is shown
         mixtures[call.name].add(call.routing, len(call.x), [members * index for index in shown])

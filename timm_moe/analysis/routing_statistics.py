@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm import models
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
@@ -27,13 +28,17 @@ from .segmentation import MaskedImages, majority_labels
 SHUFFLES = 10
 #: Entries that are summed at once, in double precision.
 _AT_ONCE = 2**14
+#: Models whose patches are not in the order of an image's rows: sorted by units of Hiera's masks, by NesT's blocks.
+OTHER_ORDER = (models.Hiera, models.Nest)
 
 
-def patch_grid(model: Any, x: Tensor, rows: int, size: Sequence[int]) -> tuple[int, int] | None:
-    """Find the rows and columns of the patches among the rows of an image of a size, (height, width), in a layer."""
+def patch_grid(model: Any, x: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
+    """Find the rows and columns of the patches of an image of a size, (height, width), in the input of a layer."""
+    if isinstance(model, OTHER_ORDER):
+        return None
     if x.ndim == 4:  # (B, H, W, D)
         return (x.shape[1], x.shape[2])
-    patches = rows - int(getattr(model, "num_prefix_tokens", 0))
+    patches = math.prod(x.shape[1:-1]) - int(getattr(model, "num_prefix_tokens", 0))
     side = round((patches * size[0] / size[1]) ** 0.5)
     return (side, patches // side) if side and side * (patches // side) == patches else None
 
@@ -100,8 +105,7 @@ class RouterWatcher(ExitStack):
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
         """Count the choices of images, (B, M, E), or patches, (B, P, M, E)."""
-        members = len(call.x) // len(labels)  # an ensemble's layer sees an image once for each
-        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), members, -1))
+        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), call.layer.routed_by.copies, -1))
         if labels.ndim == 1:
             chosen = chosen_BMNK.flatten(2)
         else:

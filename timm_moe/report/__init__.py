@@ -61,7 +61,7 @@ def write_report(
     """
     inference, classes = inference or Inference(), len(class_names(images))
     runs = [run_section(_run_folder(source), classes) for source in sources]  # first, as a file may be damaged
-    models = load_classifiers(sources, images, spec, use_ema, inference)
+    models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = _short_names([describe_source(source) for source in sources])
     architectures = [get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models]
     described = [  # before the images are run on, as a file may be damaged here too

@@ -60,11 +60,13 @@ class LayerObservation:
 
     def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
         """Take in a batch and the indices of its images that are shown."""
-        rows, gate = len(call.kept_TK) // len(call.x), torch.ones(len(call.kept_TK))
+        kept_TK, first_T = call.kept_TK, call.chosen_TK[:, 0]
+        copies, gate = call.layer.routed_by.copies, torch.ones(len(kept_TK))
         probability = call.layer.routed_by.probabilities(call.x)
         if probability is not None:
-            gate = probability.amax(-1)
-            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(max(2, probability.shape[-1]))
+            width = probability.shape[-1]  # the experts of a member
+            gate = probability.gather(1, first_T[:, None] % width)[:, 0]
+            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(max(2, width))
             histogram = torch.histc(entropy.float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
         elif call.routing.gates is not None:
@@ -73,16 +75,19 @@ class LayerObservation:
         def patches(of_rows: Tensor) -> Tensor:
             """Turn (T,) into (B, M, P); no patches without a grid."""
             number = self.grid[0] * self.grid[1] if self.grid else 0
-            return of_rows.view(len(pixels_B), -1, rows)[..., rows - number :].cpu()
+            of_images = of_rows.view(len(pixels_B), copies, -1)
+            return of_images[..., of_images.shape[2] - number :].cpu()
 
-        self.dropped += int((call.kept_TK == call.layer.num_experts).sum())
-        self.first_T = call.chosen_TK[:, 0]
+        if self.by_image:  # all rows of an image are one choice
+            kept_TK = kept_TK[:: len(kept_TK) // len(call.x)]
+        self.dropped += int((kept_TK == call.layer.num_experts).sum())
+        self.first_T = first_T
         gate_BMP = patches(gate).float()
         if shown:
             self.expert_SMP = torch.cat([self.expert_SMP, patches(call.kept_TK[:, 0])[shown]])
             self.gate_SMP = torch.cat([self.gate_SMP, gate_BMP[shown]])
         if self.grid is not None:
-            self._add_surest(patches(self.first_T), gate_BMP, pixels_B, labels_B)
+            self._add_surest(patches(first_T), gate_BMP, pixels_B, labels_B)
 
     def add_pairs(self, following: "LayerObservation") -> None:
         """Count the last batch's rows by their experts here and in the next layer, if it sees the same rows."""
@@ -157,7 +162,7 @@ def observe(
             add_calls(mixtures, calls, model, x, own)
             for call in calls:
                 if call.layer.routed_by.depends_on_input:
-                    layer = layers.setdefault(call.name, _observation(call, model, pixels_B.shape[2:]))
+                    layer = layers.setdefault(call.name, _observation(call, model, pixels_B))
                     layer.add(call, pixels_B, label_B, own)
             for here, there in pairwise(layers.values()):
                 here.add_pairs(there)
@@ -187,8 +192,9 @@ def observe(
     )
 
 
-def _observation(call: RouterCall, model: nn.Module, size: Sequence[int]) -> LayerObservation:
-    """Begin an observation of a call in forwards of images of a size, (height, width)."""
+def _observation(call: RouterCall, model: nn.Module, images: Tensor) -> LayerObservation:
+    """Begin an observation of a call in forwards of images (B, 3, H, W)."""
     by_image = call.layer.routed_by.routing_unit == "image"
-    grid = patch_grid(model, call.x, len(call.kept_TK) // len(call.x), size)
+    apart = len(call.x) != len(images) * call.layer.routed_by.copies  # MobileViT's parts of patches
+    grid = None if apart else patch_grid(model, call.x, images.shape[2:])
     return LayerObservation(by_image, grid, surest=[[] for _ in range(call.layer.num_experts)])

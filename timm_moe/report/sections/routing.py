@@ -12,7 +12,7 @@ from .patches import mixture_part, patches_part, surest_part
 _WORDS = (
     "A row is one patch, or the class token, at an expert layer. A gate is the router's probability of an expert for a "
     "row, from 0 to 1. A choice is an expert that the router takes for a row. A row may have several choices; the "
-    "first has the largest gate. If a router chooses for whole images, all rows of an image have the same choices."
+    "first is the one it prefers. If a router chooses for whole images, all rows of an image have the same choices."
 )
 #: Words for how far the class decides the expert beyond chance, each with the share below which it is used.
 PREFERENCES = ((0.02, "No preference beyond chance"), (0.1, "Weak preferences"), (0.3, "Clear preferences"))

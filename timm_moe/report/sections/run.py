@@ -64,14 +64,16 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
 
 
 def _summary(folder: Path) -> list[dict[str, float]]:
-    """Read the figures in summary.csv by epoch; the last ones of a repeated epoch."""
+    """Read the figures in summary.csv by epoch; earlier ones of an epoch or of later ones are another run's."""
     file = folder / "summary.csv"
     if not file.exists():
         return []
-    table = csv.DictReader(read_text(file).splitlines())
-    rows = [row for row in table if (row.get("epoch") or "").isdecimal()]
-    figures = [{name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)} for row in rows]
-    return list({row["epoch"]: row for row in figures}.values())
+    rows: list[dict[str, float]] = []
+    for row in csv.DictReader(read_text(file).splitlines()):
+        if (row.get("epoch") or "").isdecimal():
+            figures = {name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)}
+            rows = [*(earlier for earlier in rows if earlier["epoch"] < figures["epoch"]), figures]
+    return rows
 
 
 def _part(

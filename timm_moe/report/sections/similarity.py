@@ -12,7 +12,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ...analysis.data import Inference, batches
+from ...analysis.data import Inference, batches, in_eval_mode
 from ...convert.blocks import moe_layers, whole_experts
 from ...layers import MoeMlp, routing_to
 from ...training.epoch_log import relative_distance_to_mean
@@ -40,7 +40,7 @@ class ExpertSimilarity:
 
 @torch.inference_mode()
 def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inference) -> list[ExpertSimilarity]:
-    """Compare the experts of each layer of a model in eval mode, on the rows that some of the images give it."""
+    """Compare the experts of each layer of a model on the rows that some of the images give it."""
     layers = moe_layers(model)
     some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
     rows: dict[str, Tensor] = {}
@@ -49,18 +49,18 @@ def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inferen
         x_TD = inputs[0].reshape(-1, inputs[0].shape[-1])
         rows.setdefault(path, x_TD[:: max(1, len(x_TD) // ROWS)][:ROWS])
 
-    with ExitStack() as hooks:
+    similarities = []
+    with in_eval_mode([model]), ExitStack() as hooks:
         for path, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(partial(keep, path)).remove)
         for (x,), _ in batches([model], images, inference, some):
             model(x)
-    similarities = []
-    for path, layer in layers.items():
-        stacked = whole_experts(layer).values()
-        weights_ED = torch.cat([tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1)
-        outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
-        cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
-        similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
+        for path, layer in layers.items():
+            stacked = whole_experts(layer).values()
+            weights_ED = torch.cat([tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1)
+            outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
+            cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
+            similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
     return similarities
 
 
