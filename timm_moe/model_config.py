@@ -108,17 +108,6 @@ def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:
     model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]
 
 
-def fixed_img_size(model: nn.Module) -> tuple[int, int] | None:
-    """Return the (height, width) that the model is built for; None if it takes any size or does not state one."""
-    if getattr(model, "dynamic_img_size", False):
-        return None
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if size is None:  # the arguments with which an expert model, or its dense form, was created
-        args: Any = getattr(model, "dense_args", None) or getattr(model, "_model_args", None) or {}
-        size = args.get("img_size")
-    return (size, size) if isinstance(size, int) else size
-
-
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
     """Return (channels, height, width) of the images that a timm model takes, regardless of its pretrained config."""
     current = timm.models.get_model_input_config(model)

@@ -3,6 +3,7 @@
 import timm
 import torch
 from common import SMALL_VIT
+from timm.layers import Mlp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,6 +11,7 @@ import timm_moe
 from timm_moe.checkpoints.quick_init import quick_init
 from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.info import weightless_model
+from timm_moe.layers import EwaMlp
 
 
 def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():
@@ -27,6 +29,11 @@ def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():
     assert 2 <= truncated.min() <= truncated.max() <= 3
     assert len(uniform.unique()) <= 2**14
     assert linear.weight.abs().max() == 0
+    dense = Mlp(300, 301)
+    with quick_init():
+        experts = EwaMlp(dense, 3, "independent").fc1.weight.detach()
+    assert all(len(expert.unique()) <= 2**14 for expert in experts[1:])
+    assert abs(experts[1].std() / dense.fc1.weight.std() - 1) < 0.02
     assert len(torch.empty(300, 301).uniform_().unique()) > 2**14
     assert nn.Linear(300, 300).weight.std() > 0
 

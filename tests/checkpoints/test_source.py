@@ -380,6 +380,26 @@ def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys
     assert f"Unknown model ({name}); did you mean vit_tiny_ewa_moe?" in capsys.readouterr().err
 
 
+def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
+    load_source(save_checkpoint(tmp_path / "last.pth.tar", ewa_vit, naflex_loader=True))
+    assert "was trained with --naflex-loader: here its images are cropped to one size" in caplog.text
+    file = save_checkpoint(tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt")
+    caplog.clear()
+    timm_moe.export_dense(file, tmp_path / "without")
+    assert "class map" not in caplog.text
+    timm_moe.export_dense(file, tmp_path / "with", label_names=list("abcde"))
+    assert "was trained with the class map 'names.txt': names must be in its order" in caplog.text
+
+
+def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):
+    trained = timm.create_model("test_efficientnet", num_classes=5, bn_eps=0.1)
+    args = dict(model="test_efficientnet", num_classes=5, bn_eps=0.1)
+    torch.save({"state_dict": trained.state_dict(), "args": argparse.Namespace(**args)}, tmp_path / "last.pth.tar")
+    loaded = load_source(tmp_path / "last.pth.tar")
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(loaded.eval()(images), trained.eval()(images))
+
+
 def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["info", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS])

@@ -15,10 +15,11 @@ from common import DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import timm_moe
 from timm_moe.checkpoints.sharded import read_arrays, tile
+from timm_moe.checkpoints.source import load_source
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
 from timm_moe.info import weightless
 from timm_moe_cli import main
@@ -52,6 +53,26 @@ def test_imported_checkpoint_gives_the_jax_models_logits(name, expected, tmp_pat
     images = expected["images_NHWC"].permute(0, 3, 1, 2)
     torch.testing.assert_close(load(imported, file)(images), logits, rtol=0, atol=1e-4)
     assert [path.name for path in tmp_path.iterdir()] == ["vmoe.safetensors"]
+
+
+def test_an_imported_file_says_which_model_it_is_of(expected, tmp_path):
+    """Its GELU too, which no weight tells."""
+    file = tmp_path / "vmoe.safetensors"
+    import_checkpoint(FOLDER / "vmoe_tiny", file)
+    images = expected["images_NHWC"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(load_source(file).eval()(images), expected["vmoe_tiny_logits"], rtol=0, atol=1e-4)
+    state = load_file(file)
+    for metadata, message in (
+        ({"model": "vmoe_s32", "model_kwargs": "{"}, "arguments in .* are damaged"),
+        ({"model": "local-dir:/elsewhere", "model_kwargs": "{}"}, "as no file may"),
+        (
+            {"model": "vmoe_s32", "model_kwargs": '{"checkpoint_path": "/elsewhere"}'},
+            "states the argument checkpoint_path",
+        ),
+    ):
+        save_file(state, file, metadata)
+        with pytest.raises(ValueError, match=message):
+            load_source(file)
 
 
 def test_with_dropping_too(expected, tmp_path):

@@ -99,7 +99,7 @@ def test_an_encoder_of_torch(batch_first, kind, training):
 def test_routers_of_images_refuse_tokens_before_images(options):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False)
     options = {"router": "top_k", **options}
-    with pytest.raises(ValueError, match=r"layers\.1 has the tokens before them: make it with batch_first=True\."):
+    with pytest.raises(ValueError, match=r"input of layers\.1\.linear1 is not images: .* batch_first=True\."):
         timm_moe.convert_to_moe(model, num_experts=2, **options)
     assert not timm_moe.moe_layers(model)
 

@@ -1,5 +1,6 @@
 """Routers plug in: by a registered name, a spec or a callable, with nothing of the package edited."""
 
+import copy
 import pickle
 import warnings
 
@@ -7,6 +8,7 @@ import pytest
 import timm
 import torch
 from common import ROOT, SMALL_VIT
+from families import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_code
@@ -15,6 +17,7 @@ from torch import nn
 import timm_moe
 from timm_moe import info
 from timm_moe.convert import registry
+from timm_moe.convert.find import find_networks
 from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
 
 
@@ -211,3 +214,35 @@ def test_a_router_that_something_trains_is_not(how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         timm_moe.convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **TRAINED[how])
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(["mobilevit_xxs", "tnt_s_patch16_224", *SMALL]))
+def test_routers_of_images_refuse_what_gets_parts_of_images(name):
+    """A real forward tells which networks get other than one entry for each image."""
+    model = timm.create_model(name, num_classes=4, **SMALL[name]).eval()
+    networks, entries = list(find_networks(model).items()), {}
+    for path, network in networks:
+        if isinstance(network, nn.Module):
+            network.register_forward_pre_hook(lambda _, given, path=path: entries.update({path: len(given[0])}))
+    size = 224 if name == "efficientformer_l3" else SMALL[name].get("img_size", 64)
+    with torch.no_grad():
+        model(torch.randn(3, 3, size, size))
+    refused = {path for path, number in entries.items() if number != 3}
+    assert bool(refused) == (name in ("mobilevit_xxs", "tnt_s_patch16_224"))
+    for number, (path, _) in enumerate(networks):
+        for options in (dict(router="soft"), dict(router="expert_choice"), dict(router="top_k", group_images=1)):
+            if path in refused:
+                with pytest.raises(ValueError, match=rf"needs the tokens of whole images, .* of {path} is not images:"):
+                    timm_moe.convert_to_moe(model, 2, str(number), **options)
+    assert not timm_moe.moe_layers(model)
+    whole = [str(number) for number, (path, _) in enumerate(networks) if path in entries and path not in refused]
+    for options in [dict(router="soft", moe_layers=whole)] * bool(whole) + [dict(router="top_k", moe_layers="tail-1")]:
+        timm_moe.convert_to_moe(copy.deepcopy(model), 2, **options)
+
+
+def test_parts_of_images_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.MobileViTModel(transformers.MobileViTConfig(hidden_sizes=[16, 16, 16], num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"needs the tokens of whole images, .* take another router or, in torch's"):
+        timm_moe.convert_to_moe(model, router="soft")
+    assert timm_moe.moe_layers(timm_moe.convert_to_moe(model, router="top_k"))

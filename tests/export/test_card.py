@@ -15,6 +15,7 @@ from exported import OPTIONS
 from hub_client import front_matter
 
 import timm_moe
+from timm_moe.checkpoints.source import ModelSpec
 from timm_moe.export.export import export_moe
 from timm_moe.export.push import Destination, push_dense, push_folder, push_moe
 from timm_moe_cli import main
@@ -116,6 +117,14 @@ def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoi
     measured = push_dense(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, metrics={"top1": 48.5}).card
     assert "Stated by the publisher" in measured
     assert front_matter(measured)["model-index"][0]["results"][0]["metrics"][0]["value"] == 48.5
+
+
+def test_results_of_another_function_are_left_out(checkpoints):
+    measured = push_moe(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True).card
+    assert front_matter(measured)["model-index"]
+    for stated in (dict(kwargs={"eval_capacity_factor": 0.5}), dict(preprocessing={"crop_pct": 0.5})):
+        card = push_moe(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, spec=ModelSpec(**stated)).card
+        assert "model-index" not in front_matter(card)
 
 
 @pytest.mark.parametrize("change", ["EMA measured", "other run", "recovery", "damaged", "absent"])

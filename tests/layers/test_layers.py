@@ -5,12 +5,15 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import timm
 import torch
+from common import SMALL_VIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import nn
 
+import timm_moe
 from timm_moe.layers import (
     EnsembleRouter,
     EwaMlp,
@@ -228,6 +231,59 @@ def test_loads_its_own_state_dict_and_a_dense_one():
     other.load_state_dict(dense.state_dict(), assign=True)
     other.fc1.weight.data[0] += 1  # every expert owns its copy
     assert torch.equal(other.fc1.weight[1], dense.fc1.weight)
+
+
+#: Options of routers with weights of every kind.
+WITH_WEIGHTS = [
+    dict(router="top_k", shared_expert=True),
+    dict(router="top_k", score="sigmoid", balance="bias"),
+    dict(router="top_k", score="cosine"),
+    dict(router="top_k", routing_unit="image"),
+    dict(router="soft"),
+    dict(router="expert_choice"),
+    dict(router="fused", common_share=0.5),
+]
+
+
+def assigned(model, weights):
+    return model.load_state_dict(weights, assign=True)
+
+
+def in_empty_memory(model, weights):
+    model.to_empty(device="cpu")
+    return model.load_state_dict(weights)
+
+
+@pytest.mark.filterwarnings("ignore:Fused experts")
+@pytest.mark.parametrize("load", [assigned, in_empty_memory])
+def test_a_dense_checkpoint_in_a_model_on_meta_leaves_routers_that_are_drawn(load):
+    dense, images = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval(), torch.randn(2, 3, 32, 32)
+    for options in WITH_WEIGHTS:
+        expected = timm_moe.convert_to_moe(copy.deepcopy(dense), moe_layers="1", **options)
+        with torch.device("meta"):
+            model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
+            timm_moe.convert_to_moe(model, moe_layers="1", **options)
+        junk = [torch.full((size,), 3) for size in (4, 128, 256) for _ in range(99)]
+        del junk  # which new memory may hold
+        torch.manual_seed(1)
+        load(model, dense.state_dict())
+        torch.manual_seed(1)
+        expected.blocks[1].mlp.router.reset_parameters()
+        with torch.no_grad():
+            assert torch.equal(model(images), expected(images)), options
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), (options, name)
+
+
+def test_a_router_on_meta_that_cannot_be_drawn_is_refused():
+    with torch.device("meta"):
+        layer = MoeMlp(Mlp(5, 6), nn.Sequential(nn.Linear(5, 4)), 4)
+    with pytest.raises(RuntimeError, match=r"^The router Sequential has parameters, but no reset_parameters\(\)"):
+        layer.load_state_dict(Mlp(5, 6).state_dict(), assign=True)
+    weights = {**Mlp(5, 6).to("meta").state_dict(), **layer.router.state_dict(prefix="router.")}
+    assert layer.load_state_dict(weights, assign=True).missing_keys == []  # of a model without weights
+    layer.to_empty(device="cpu")
+    layer.load_state_dict(MoeMlp(Mlp(5, 6), nn.Sequential(nn.Linear(5, 4)), 4).state_dict())
 
 
 def test_another_number_of_experts_is_named():

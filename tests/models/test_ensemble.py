@@ -22,7 +22,7 @@ from timm_moe import info
 from timm_moe.analysis.metrics import PairwiseKL
 from timm_moe.checkpoints.vmoe import import_checkpoint, state_dict_from_flax
 from timm_moe.demo import load_images
-from timm_moe.layers import EnsembleRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter
+from timm_moe.layers import EnsembleRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter, tile
 from timm_moe.layers.dispatch import queue
 
 SMALL = dict(**SMALL_VIT, num_experts=4)
@@ -210,6 +210,20 @@ def test_images_are_repeated_from_the_first_expert_block_on(images):
         block.register_forward_hook(lambda module, inputs, output: batches.append(output.shape[0]))
     heads(images)
     assert batches == [6, 6, 6, 12]
+
+
+def test_members_get_no_padding(images):
+    mask = (torch.arange(17) < torch.tensor([[17], [10]]))[:, None, None]
+    with pytest.raises(
+        ValueError, match=r"has padding, which the router of blocks\.1\.mlp cannot leave out, .*ensemble"
+    ):
+        ensemble()(images[:2], attn_mask=mask)
+    assert ensemble()(images[:2], attn_mask=torch.ones_like(mask)).shape == (2, 2, 5)
+    copies = timm.create_model("vmoe_s32", **SMALL)  # whose router knows of no members
+    tile(copies.blocks, 3)
+    copies(images[:2], attn_mask=mask)
+    for layer in timm_moe.moe_layers(copies).values():
+        assert layer.router.records[0].load.sum() == 27 * 3 * layer.router.top_k
 
 
 def test_members_differ_as_the_papers_ablations_do(images):

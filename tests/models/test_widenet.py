@@ -113,6 +113,45 @@ def test_a_group_routes_once(images):
     assert len(model.blocks[0][0].mlp.router.records) == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "routed"),
+    [
+        (dict(routing_groups=2), 2),
+        ({}, 4),
+        (dict(routing_groups=1, shared_expert=True, capacity_factor="none"), 1),
+        (dict(router="top_k", top_k=1, routing_groups=4), 4),
+    ],
+)
+def test_padding_is_left_out_in_every_block(images, options, routed):
+    """What is in the padding changes no loads, no losses and no outputs of tokens."""
+    model = widenet(noise_std=0.0, global_pool="", **options)
+    (layer,) = timm_moe.moe_layers(model).values()
+    is_token = torch.arange(16) < torch.tensor([[16], [9]])
+    results = []
+    for value in (0.0, 9.0):
+        model.zero_grad()
+        x = images[:2].clone()
+        x[1, :, 24:] = value  # the last four patches, which are padding
+        y = model(x, attn_mask=is_token[:, None, None])[is_token]
+        loads = [int(record.load.sum()) for record in layer.router.records]
+        assert loads == [25 * layer.router.top_k] * routed
+        loss = timm_moe.auxiliary_loss(model)
+        (y.square().sum() + loss).backward()
+        results.append((y, loss, layer.router.weight.grad, layer.fc2.weight.grad))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_with_padding_equal_blocks_with_padding(images):
+    mask = (torch.arange(16) < torch.tensor([[16], [9]]))[:, None, None]
+    for options in ({}, dict(shared_expert=True), dict(routing_unit="image", class_token=True, global_pool="token")):
+        plain, grouped = widenet(noise_std=0.0, **options), widenet(noise_std=0.0, routing_groups=4, **options)
+        grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
+        given = nn.functional.pad(mask, (1, 0), value=True) if "class_token" in options else mask
+        torch.testing.assert_close(grouped(images[:2], attn_mask=given), plain(images[:2], attn_mask=given))
+    with pytest.raises(ValueError, match=r"has padding, which the router of blocks\.0\.0\.mlp cannot leave out"):
+        widenet(routing_groups=2, group_images=1)(images[:2], attn_mask=mask)
+
+
 def test_as_many_groups_as_blocks_are_no_groups(images):
     plain, grouped = widenet(num_experts=4).eval(), widenet(routing_groups=4).eval()
     assert len(plain.state_dict()) == len(grouped.state_dict())

@@ -125,8 +125,11 @@ SAID = [
         "README.md",
         "students",
         Finding(
-            "are 1.88 to 2.22 points better than students with new weights",
-            compare(["average, trained on", "topk, trained on"], BETTER, ["random, trained on"]),
+            "are 1.20 to 2.22 points better than students with new weights",
+            (
+                *compare(["average, trained on", "topk, trained on"], BETTER, ["random, trained on"]),
+                *compare(["average, distilled", "topk, distilled"], BETTER, ["random, distilled"]),
+            ),
         ),
     ),
     ("README.md", "students", Finding("is 0.71 to 2.64 points better than the distilled students", STUDENTS)),

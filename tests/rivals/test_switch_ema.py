@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.optim.lookahead import Lookahead
 
 from timm_moe.rivals import SwitchEma
 
@@ -40,3 +41,43 @@ def test_switch_ema_is_its_definition():
     for wrong in (dict(decay=1.0, interval=1), dict(decay=0.5, interval=0)):
         with pytest.raises(ValueError, match="must"):
             SwitchEma(optimizer, **wrong)
+
+
+def test_a_switch_holds_for_the_slow_weights_of_lookahead():
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), alpha=0.5, k=1)
+    SwitchEma(optimizer, decay=0.5, interval=2)
+    # Lookahead's first step keeps the weights, a later one takes half of the way; each second one ends at the average.
+    for expected in (4.0, 4.0, 4.5, 4.625, 5.125, 5.25):
+        weight.grad = torch.tensor([-1.0])
+        optimizer.step()
+        assert weight.item() == pytest.approx(expected)
+
+
+class WithCopies(torch.optim.SGD):
+    """Keeps a float32 copy of each parameter in its state, and steps that."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            copied = self.state[p].setdefault("copy", p.float())
+            p.copy_(copied.sub_(p.grad.float()))
+
+
+def test_a_switch_holds_for_a_wider_copy():
+    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
+    optimizer = WithCopies([weight])
+    SwitchEma(optimizer, decay=0.5, interval=2)
+    for expected in (2.0, 2.25, 3.25, 3.5):  # after the second and the fourth step it is the average
+        weight.grad = torch.tensor([-1.0], dtype=torch.bfloat16)
+        optimizer.step()
+        assert weight.item() == pytest.approx(expected, rel=1e-2), expected
+
+
+def test_an_optimizer_that_would_undo_the_switch_is_refused():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = timm.optim.create_optimizer_v2([weight], opt="madgrad", lr=0.1)
+    SwitchEma(optimizer, decay=0.5, interval=1)
+    weight.grad = torch.tensor([1.0])
+    with pytest.raises(ValueError, match="keeps weights of its own"):
+        optimizer.step()

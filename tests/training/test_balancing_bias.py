@@ -10,6 +10,7 @@ from processes import join_group, run_ranks
 from timm.task import ClassificationTask
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import timm_moe
@@ -115,9 +116,29 @@ def test_it_survives_saving_half_precision_averages_and_copies():
     ema.update(model)
     other = make_model()
     other.load_state_dict(model.state_dict())
-    for network in (ema.module, other, copy.deepcopy(model).bfloat16()):
+    for network in (other, copy.deepcopy(model).bfloat16()):
         assert steps(network) == [[4097, -4097, 3, 0]] * 2
+    assert steps(ema.module) == [[2048.5, -2048.5, 1.5, 0]] * 2  # as the router's weights
+    mean = AveragedModel(other, multi_avg_fn=get_ema_multi_avg_fn(0.75), use_buffers=True)
+    mean.update_parameters(other)
+    for bias in biases(other):
+        bias.steps.zero_()
+    mean.update_parameters(other)
+    assert steps(mean.module) == [[0.75 * 4097, -0.75 * 4097, 2.25, 0]] * 2
     assert "blocks.1.mlp.router.balancing_bias.steps" in model.state_dict()
+
+
+@pytest.mark.parametrize("frozen", ["the router", "all but the head"])
+def test_a_frozen_router_goes_on_as_it_was(frozen):
+    model, images = make_model(), torch.randn(2, 3, 32, 32)
+    routers = nn.ModuleList(layer.router for layer in timm_moe.moe_layers(model).values())
+    (routers if frozen == "the router" else model).requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(images).sum().backward()
+        optimizer.step()
+    assert not any(map(any, steps(model)))
 
 
 def test_it_evens_out_the_loads():

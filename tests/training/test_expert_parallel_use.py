@@ -140,6 +140,31 @@ def test_evaluation_in_inference_mode(tmp_path):
     run_ranks(evaluation_worker, (str(tmp_path),), 2)
 
 
+def gradients_worker(rank, folder, processes):
+    """Gradients in eval mode, of two experts or one in each process; the loss is the mean over the processes."""
+    join_group(rank, folder, processes)
+    images, labels = batch()
+    own = slice(rank * 4 // processes, (rank + 1) * 4 // processes)
+    reference = make(EWA).eval()
+    model = timm_moe.parallelize_experts(copy.deepcopy(reference), init_device_mesh("cpu", (processes,)))
+    F.cross_entropy(reference(images), labels).backward()
+    F.cross_entropy(model(images[own]), labels[own]).backward()
+    expected = timm_moe.expert_parameters(reference)
+    for name, parameter in timm_moe.expert_parameters(model).items():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad()
+    F.cross_entropy(compiled(images[own]), labels[own]).backward()
+    for name, parameter in timm_moe.expert_parameters(model).items():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("processes", [2, 1, 4])
+def test_gradients_of_ewa_in_eval_mode_are_those_of_one_process(tmp_path, processes):
+    run_ranks(gradients_worker, (str(tmp_path), processes), processes)
+
+
 def refusals(rank, folder):
     join_group(rank, folder)
     images, _ = batch()
@@ -244,6 +269,22 @@ def ema_worker(rank, folder):
 @pytest.mark.ci
 def test_an_ema_copy_and_loading_of_whole_weights(tmp_path):
     run_ranks(ema_worker, (str(tmp_path),), 2)
+
+
+def from_meta_worker(rank, folder):
+    """A model that is made on meta gets a dense checkpoint from torch, and routers that are drawn."""
+    join_group(rank, folder)
+    dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "depth": 2}).state_dict()
+    with torch.device("meta"):
+        model = make()
+    set_model_state_dict(model, dense, options=StateDictOptions(full_state_dict=True))
+    assert 0.01 < model.blocks[1].mlp.router.weight.std() < 0.04
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_a_dense_checkpoint_in_a_model_on_meta(tmp_path):
+    run_ranks(from_meta_worker, (str(tmp_path),), 2)
 
 
 def dying_worker(rank, folder):

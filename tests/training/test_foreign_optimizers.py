@@ -7,6 +7,7 @@ import pytest
 import torch
 from averaging_loop import spread
 from routed_loop import routed_model
+from timm.optim import create_optimizer_v2
 from torch import nn
 
 import timm_moe
@@ -216,6 +217,18 @@ def test_schedule_free_weights_are_averaged_in_every_sequence(ewa_vit, make):
             torch.testing.assert_close(a, b, msg=mode)
         for each in (optimizer, other):
             each.eval()
+
+
+def test_the_start_that_madgrad_pulls_to_is_averaged(ewa_vit):
+    optimizer = create_optimizer_v2(ewa_vit, opt="madgrad", lr=1e-4)
+    timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, 0.3, "constant", total_updates=30)
+    before = [spread(layer) for layer in timm_moe.moe_layers(ewa_vit).values()]
+    for _ in range(30):
+        ewa_vit(torch.randn(2, 3, 32, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for layer, first in zip(timm_moe.moe_layers(ewa_vit).values(), before, strict=True):
+        assert spread(layer) < 0.02 * first
 
 
 def test_at_the_full_rate_schedule_free_experts_are_equal_in_evaluation(ewa_vit):

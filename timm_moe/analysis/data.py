@@ -90,7 +90,7 @@ def load_classifiers(
 
 
 def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[str]:
-    """List the classes of a model, by default those of the folders; ValueError if they are not as many."""
+    """List the classes of a model, by default the folders; ValueError if there are not as many."""
     stated = get_pretrained_cfg(model).get("label_names") or by_folder
     by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
     known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(model.num_classes)]

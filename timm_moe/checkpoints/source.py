@@ -33,7 +33,7 @@ from ..model_config import (
 )
 from .harmless import HARMLESS
 from .quick_init import bounded_work, quick_init
-from .stated import SOURCE_PREFIXES, Blueprint, args_of_train_py, check_arguments, read_config
+from .stated import SOURCE_PREFIXES, Blueprint, args_of_import, args_of_train_py, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     state_dict = _state_dict(checkpoint, path, use_ema)
-    train_args = args_of_train_py(checkpoint)
+    with _train_args_of(path):
+        train_args = args_of_train_py(checkpoint) or args_of_import(path)
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):
@@ -140,6 +141,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
             "num_classes": train_args.get("num_classes"),
             "in_chans": train_args.get("in_chans") or (input_size[0] if input_size else None),
             "global_pool": train_args.get("gp"),
+            "bn_eps": train_args.get("bn_eps"),
             **(train_args.get("model_kwargs") or {}),
         }
         stated = {name: value for name, value in used.items() if name not in spec.args()}
@@ -176,7 +178,7 @@ def _train_args_of(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"The arguments of train.py in {path} are damaged: {describe(error)}") from error
+        raise ValueError(f"The model's arguments in {path} are damaged: {describe(error)}") from error
 
 
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:
@@ -330,6 +332,8 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
             f"The images of {path} have the mode {mode!r} (train.py's arguments), which config.json cannot state: "
             "with an exported model, pass --input-img-mode to timm's scripts again."
         )
+    if train_args.get("naflex_loader"):
+        _logger.warning(f"{path} was trained with --naflex-loader: here its images are cropped to one size instead.")
 
 
 def _sketch(blueprint: Blueprint, args: dict[str, Any], state_dict: dict[str, Tensor], origin: Any) -> nn.Module:

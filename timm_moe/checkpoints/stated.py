@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from timm.models import PretrainedCfg, model_entrypoint
 from torch import nn
 
@@ -27,8 +28,8 @@ from ..models.mixin import constructor_arguments
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
-#: Options that entrypoints of this package handle themselves.
-_ENTRYPOINT_OPTIONS = ("official_compat",)
+#: Options that entrypoints handle themselves.
+_ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps")
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
 _NO_ARCHITECTURE = re.compile(
     r"self|cfg|cache_dir|url|file|state_dict|features_only|device|dtype"
@@ -96,6 +97,16 @@ def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """
     args = checkpoint.get("args")
     return {name: _bounded(value) for name, value in vars(args).items()} if isinstance(args, Namespace) else {}
+
+
+def args_of_import(path: Path) -> dict[str, Any]:
+    """Return the model and its options that an imported checkpoint states, under the names of train.py's arguments."""
+    if path.suffix != ".safetensors":
+        return {}
+    with safe_open(path, "pt") as file:
+        stated = file.metadata() or {}
+    options = json.loads(stated.get("model_kwargs", "{}"), parse_constant=_refuse_constant)
+    return {"model": stated["model"], "model_kwargs": _bounded(options)} if "model" in stated else {}
 
 
 def _bounded(value: Any, levels: int = 2) -> Any:

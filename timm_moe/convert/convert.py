@@ -16,7 +16,7 @@ from .check import check_weights, row_width
 from .find import Modules, find_networks
 from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
-from .split import has_tokens_first
+from .split import has_images_first
 
 # Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
 for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp, SoftMoeMlp):
@@ -107,9 +107,9 @@ def convert_to_moe(
         The same model.
 
     Raises:
-        ValueError: if an option has another value or does not suit the router, the model has no block that can
-            be converted or is wrapped (DDP, torch.compile, ...: convert first), or a network that ``modules`` names
-            cannot be (it mixes rows, holds buffers, is used twice, ...); the model is then unchanged.
+        ValueError: if an option or its value does not suit the router, or the router the input of a network, the model
+            has no block that can be converted or is wrapped (DDP, torch.compile, ...: convert first), or a network that
+            ``modules`` names cannot be (it mixes rows, holds buffers, is used twice, ...); the model is then unchanged.
         TypeError: if no router has an option of that name.
     """
     spec = get_spec(router)
@@ -125,18 +125,16 @@ def convert_to_moe(
     chosen = _chosen_networks(model, moe_layers, modules)
     layers: dict[str, MoeMlp] = {}
     for path, ffn in chosen.items():
-        is_last = path == list(chosen)[-1]
-        factory = spec.last_factory if is_last and spec.last_factory is not None else spec.factory
+        factory = (path == list(chosen)[-1] and spec.last_factory) or spec.factory
         weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
         with torch.device(weight.device):
             own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
         layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
         check_share_rate(rate, num_experts, parts=layers[path].parts)
-        block = path.rpartition(".")[0]
-        if layers[path].routed_by.needs_whole_images and has_tokens_first(model.get_submodule(block)):
+        if layers[path].routed_by.needs_whole_images and not has_images_first(model, path):
             raise ValueError(
-                f"This router needs the tokens of whole images, but {block} has the tokens before them: make it with "
-                "batch_first=True."
+                f"This router needs the tokens of whole images, but the first dimension of the input of {path} is not "
+                "images: name other moe_layers, take another router or, in torch's encoder layers, batch_first=True."
             )
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))

@@ -104,13 +104,9 @@ def random_weights(stacked: Weights) -> dict[str, Tensor]:
     return drawn
 
 
-METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
-    "average": average,
-    "sum": add,
-    "topk": top_units,
-    "svd": singular_values,
-    "random": random_weights,
-}
+METHODS: dict[str, Callable[..., dict[str, Tensor]]] = dict(
+    average=average, sum=add, topk=top_units, svd=singular_values, random=random_weights
+)
 
 
 def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights], dict[str, Tensor]]:

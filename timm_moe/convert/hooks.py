@@ -23,11 +23,11 @@ _MASKS = ("attn_mask", "attention_mask", "src_key_padding_mask", "key_padding_ma
 
 def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
     """Watch what is loaded, the forwards of the model, and the masks that the blocks of new expert layers get."""
-    layers = {path: model.get_submodule(path) for path in paths}
+    layers = {model.get_submodule(path) for path in paths}
     handles = [model.register_load_state_dict_pre_hook(check_loaded_layers)]
-    if any(isinstance(layer.router, RecordingRouter) for layer in layers.values()):
+    if any(isinstance(layer.router, RecordingRouter) for layer in layers):
         handles.append(model.register_forward_pre_hook(begin_forward))
-    for block in dict.fromkeys(model.get_submodule(path.rpartition(".")[0]) for path in layers):
+    for block in [block for block in model.modules() if layers.intersection(block.children())]:  # some share a layer
         for position, name in enumerate(inspect.signature(block.forward).parameters):
             if name in _MASKS:
                 hook = functools.partial(note_padding, name=name, position=position)

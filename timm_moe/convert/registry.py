@@ -169,12 +169,7 @@ BALANCES = ("loss", "bias")
 BIAS_RATE, AUX_LOSS_WEIGHT = 0.001, 0.01
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 #: Routers of pBE and its ablations; only the last layer has multi-head routing.
-ENSEMBLES = {
-    "pbe": EnsembleRouter,
-    "tiling": TilingRouter,
-    "partitioning": PartitionedRouter,
-    "multi_head": MultiHeadRouter,
-}
+ENSEMBLES = dict(pbe=EnsembleRouter, tiling=TilingRouter, partitioning=PartitionedRouter, multi_head=MultiHeadRouter)
 
 
 def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> nn.Module:

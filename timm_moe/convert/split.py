@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timm.models.tnt import Block as TntBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,6 +12,15 @@ from torch.nn import functional as F
 def has_tokens_first(block: nn.Module) -> bool:
     """Tell if a block takes its tokens as (N, B, D), as torch's encoder layers do by default."""
     return isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
+
+
+def has_images_first(model: nn.Module, path: str) -> bool:
+    """Tell if the first dimension of the input of the network of this name is images, not tokens or parts of images."""
+    names = path.split(".")
+    outer = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
+    # Each position in MobileViT's patches (of timm, of transformers), and each patch of TNT, is an entry of the batch.
+    parts = any(type(module).__name__ in ("MobileVitBlock", "MobileViTLayer") for module in outer)
+    return not (parts or has_tokens_first(outer[-1]) or (isinstance(outer[-1], TntBlock) and names[-1] == "mlp_in"))
 
 
 class Function(nn.Module):
@@ -114,8 +124,4 @@ class EncoderLayerFfn(SplitFfn):
 
 
 def _encoders_of(model: nn.Module, block: nn.Module) -> list[Any]:
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.TransformerEncoder) and any(layer is block for layer in module.layers)
-    ]
+    return [part for part in model.modules() if isinstance(part, nn.TransformerEncoder) and block in part.layers]

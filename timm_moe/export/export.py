@@ -13,7 +13,7 @@ from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
-from ..model_config import get_pretrained_cfg, model_input_size, set_pretrained_cfg
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .formats import (
     FILES,
     Format,
@@ -175,6 +175,8 @@ def _load(source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinit
     if not allow_nonfinite:
         require_finite_weights(model)
     history = find_history(source, model, settings.use_ema)
+    if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
+        history = replace(history, metrics={})  # of another function
     if method is not None and moe_layers(model):
         history = replace(history, experts=Experts.of(model), method=method)
     if not is_of_timm(model):
@@ -206,13 +208,12 @@ def require_finite_weights(model: nn.Module) -> None:
 
 
 def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
-    """Write input size, number of classes and licence to a timm model's config; return the class names."""
+    """Write the licence to a timm model's config; return the class names."""
     labels, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
     license = settings.license or (cfg.get("license") if keep_license else None)
     stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
     kept = {name: value for name, value in cfg.items() if name not in stale}
-    current = {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
-    set_pretrained_cfg(model, {**kept, **current, **({"license": license} if license else {})})
+    set_pretrained_cfg(model, {**kept, **({"license": license} if license else {})})
     return labels
 
 
@@ -240,6 +241,8 @@ def _refuse_options_of_timm(model: nn.Module, settings: ModelOptions) -> None:
 def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     """Return the entries of config.json that name the classes: the user's, or else the model's own."""
     if settings.label_names is not None:
+        if class_map := getattr(model, "args_of_images", {}).get("class_map"):
+            _logger.warning(f"The model was trained with the class map {class_map!r}: names must be in its order.")
         return checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")

@@ -16,7 +16,7 @@ from typing import Any
 import timm
 import torch
 from safetensors.torch import load_file, save_file
-from timm.models import get_model_args, save_for_hf
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ..checkpoints.quick_init import quick_init
@@ -38,10 +38,11 @@ class TimmFormat:
     library = "timm"
 
     def write(self, folder: Path) -> None:
-        args = {**get_model_args(self.model), **self.model_args}
         handle = self.model.register_state_dict_post_hook(_separate)
         try:
-            save_for_hf(self.model, str(folder), model_config=self.entries, model_args=args, safe_serialization=True)
+            save_for_hf(
+                self.model, str(folder), model_config=self.entries, model_args=self.model_args, safe_serialization=True
+            )
             config = json.loads((folder / "config.json").read_text())
             drop_second_num_classes(config)
             _write_config(folder, config)

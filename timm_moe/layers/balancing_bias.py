@@ -1,5 +1,6 @@
 """Balance of the experts without a loss (arXiv 2408.15664): a bias on their scores, for the choice alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 class BalancingBias(nn.Module):
     """Bias that rises by ``rate`` at an optimizer step for experts with less than the mean load, and falls for others.
 
-    The bias is kept as a whole number of steps, so that no data type rounds it. Its mean over the experts is zero.
+    The bias is kept as a whole number of steps in float32, whatever the model's type, so that nothing rounds it. Its
+    mean over the experts is zero.
 
     Args:
         num_experts: E.
@@ -25,13 +27,20 @@ class BalancingBias(nn.Module):
     def __init__(self, num_experts: int, rate: float):
         super().__init__()
         self.rate = rate
-        self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.long))
+        self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.float32))
         self.load: Tensor | None = None
 
     def forward(self, score: Tensor) -> Tensor:
         """Add the bias to scores (..., E)."""
         steps = self.steps.to(score.dtype)
         return score + self.rate * (steps - steps.mean())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BalancingBias":
+        before = self.steps
+        super()._apply(fn, recurse)
+        if self.steps.dtype != before.dtype:
+            self.steps = before.to(self.steps.device)
+        return self
 
     def count(self, load_E: Tensor) -> None:
         """Add the choices of one training forward."""

@@ -17,20 +17,18 @@ def tile(blocks: Sequence[nn.Module], copies: int) -> list[RemovableHandle]:
 
     The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), holds for all of its copies.
     """
-    hooks = [partial(_tile, copies=copies, is_first=block is blocks[0]) for block in blocks]
-    return [block.register_forward_pre_hook(hook, with_kwargs=True) for block, hook in zip(blocks, hooks, strict=True)]
+    hook, first = partial(_tile, copies=copies), dict(prepend=True, with_kwargs=True)  # before hooks that note padding
+    return [block.register_forward_pre_hook(partial(hook, is_first=block is blocks[0]), **first) for block in blocks]
 
 
 def _tile(
     block: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, copies: int, is_first: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    x, *others = inputs
-    if is_first:
-        x = x.repeat_interleave(copies, 0)
+    x = inputs[0].repeat_interleave(copies, 0) if is_first else inputs[0]
     mask = kwargs.get("attn_mask")
     if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) * copies == len(x):
         kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(copies, 0)}
-    return (x, *others), kwargs
+    return (x, *inputs[1:]), kwargs
 
 
 def ensemble_log_probabilities(log_p_BMC: Tensor) -> Tensor:

@@ -46,15 +46,13 @@ class Dispatcher:
                 "a model of one process, and export that."
             )
         parts = {name: weight.to_local() for name, weight in weights.items()}  # type: ignore[attr-defined]
-        return {name: _ScaledGradient.apply(part, 1 / self.mesh.size()) for name, part in parts.items()}
+        return {name: _Joint.apply(part, 1 / self.mesh.size()) for name, part in parts.items()}
 
-    @torch.no_grad()
     def mean(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Average weights over the processes, which call it together."""
-        means = {name: weight.float() if weight.itemsize < 4 else weight.clone() for name, weight in weights.items()}
-        for mean in means.values():
-            dist.all_reduce(mean, group=self.mesh.get_group())
-        return {name: (means[name] / self.mesh.size()).to(weight.dtype) for name, weight in weights.items()}
+        """Average weights over the processes, which call it together, and its backward too."""
+        group, processes = self.mesh.get_group(), self.mesh.size()
+        wide = {name: weight.float() if weight.itemsize < 4 else weight for name, weight in weights.items()}
+        return {name: (_Joint.apply(w, 1, group) / processes).to(weights[name].dtype) for name, w in wide.items()}
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -95,14 +93,17 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, *ctx.sizes, ctx.group), None, None, None
 
 
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is scaled."""
+class _Joint(torch.autograd.Function):
+    """The identity, or the sum over a group's processes; gradients, each of one process's loss, likewise, scaled."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, scale: float, group: Any = None) -> Tensor:
+        ctx.scale, ctx.group = scale, group
+        if group is None:
+            return x.view_as(x)
+        dist.all_reduce(total := x.clone(memory_format=torch.contiguous_format), group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.scale, None
+        return (grad if ctx.group is None else _Joint.apply(grad, 1, ctx.group)) * ctx.scale, None, None

@@ -140,10 +140,13 @@ class Experts(StackedParameters):
     def _initial(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
         """First weights of the experts, (E, ...), made from a dense network's."""
         parts = {name: self._units.cut(name, weight.detach()) for name, weight in dense.items()}
-        if init == "independent":
-            return {name: _independent(part[0], self.num_experts) for name, part in parts.items()}
         experts = range(self.num_experts)
         stacked = {name: torch.stack([part[e % self.parts] for e in experts]) for name, part in parts.items()}
+        if init == "independent":
+            for first, *others in stacked.values():
+                mean, std = first.mean(), first.std(correction=0)
+                for other in others:
+                    other.normal_().mul_(std).add_(mean)
         if init == "drop":
             for expert in experts:
                 self._units.redraw_({name: weight[expert] for name, weight in stacked.items()})
@@ -328,14 +331,6 @@ class Experts(StackedParameters):
 def mean_over_experts(stacked: Tensor) -> Tensor:
     """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
     return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
-
-
-def _independent(tensor: Tensor, num_experts: int) -> Tensor:
-    """An initial weight, and normal draws with its mean and standard deviation."""
-    if tensor.is_meta:
-        return torch.stack([tensor] * num_experts)
-    mean, std = tensor.mean().item(), tensor.std(correction=0).item()
-    return torch.stack([tensor, *(torch.empty_like(tensor).normal_(mean, std) for _ in range(num_experts - 1))])
 
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:

@@ -82,20 +82,26 @@ class MoeMlp(Experts):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Add the router's present weights to the tensors of a dense network."""
-        for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
-            state_dict.setdefault(name, value)
+        """Add the router's weights to the tensors of a dense network: the present ones, or if on meta, drawn ones."""
+        router, device = self.router, next(iter(self._dense_in(state_dict, prefix).values())).device
+        if device.type != "meta" and any(value.is_meta for value in router.state_dict().values()):
+            router = _reset(copy.deepcopy(router).to_empty(device=device))
+        for name, value in router.state_dict(prefix=f"{prefix}router.").items():
+            if name not in state_dict or state_dict[name].is_meta:  # set_model_state_dict adds what is on meta
+                state_dict[name] = value
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "MoeMlp":
+        was_on_meta = any(weight.is_meta for weight in self.router.parameters())
+        super()._apply(*args, **kwargs)
+        if was_on_meta and not next(self.router.parameters()).is_meta and hasattr(self.router, "reset_parameters"):
+            _reset(self.router)  # a dense checkpoint would leave what to_empty has not written
+        return self
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
         super().reset_from_dense(ffn)
-        reset = getattr(self.router, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        elif next(self.router.parameters(), None) is not None:
-            raise RuntimeError(
-                f"The router {type(self.router).__name__} has parameters, but no reset_parameters() that resets them."
-            )
+        if hasattr(self.router, "reset_parameters") or next(self.router.parameters(), None) is not None:
+            _reset(self.router)
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
@@ -104,17 +110,17 @@ class MoeMlp(Experts):
         return self.compute(x, routing)
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Compute what :meth:`forward` returns, zero for rows of padding."""
+        """Compute what :meth:`forward` returns: zero for rows of padding, which a given routing leaves out."""
         padding = self.padding
         if padding is None:
             return self._route(x, routing)
         self.padding = None
-        if routing is not None or padding.shape != x.shape[:-1] or not self._heeds(padding):
+        if padding.shape != x.shape[:-1] or not self.heeds(padding):
             return self._route(x, routing)
-        y_VD = self._route(x[~padding], None)
+        y_VD = self._route(x[~padding], routing)
         return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
 
-    def _heeds(self, padding: Tensor) -> bool:
+    def heeds(self, padding: Tensor) -> bool:
         """Tell if rows of padding would change what the router makes of other rows, or its losses and loads."""
         router = self.routed_by
         if router.routing_unit == "image" or (not self.training and getattr(router, "eval_capacity_factor", 0) is None):
@@ -259,3 +265,12 @@ class EwaMlp(MoeMlp):
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
         return super().compute(x, routing) if self.training else self.run_mean(x)
+
+
+def _reset(router: Any) -> Any:
+    if not hasattr(router, "reset_parameters"):
+        raise RuntimeError(
+            f"The router {type(router).__name__} has parameters, but no reset_parameters() that resets them."
+        )
+    router.reset_parameters()
+    return router

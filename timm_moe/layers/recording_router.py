@@ -157,7 +157,7 @@ class RecordingRouter(Router):
                     "Reentrant gradient checkpointing loses the routers' losses and loads: give it use_reentrant=False."
                 )
             return
-        if self.balancing_bias is not None:
+        if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):  # not frozen
             self.balancing_bias.count(load)
         # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
         if not torch.compiler.is_compiling() and self._added:

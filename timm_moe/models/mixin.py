@@ -11,7 +11,7 @@ from ..convert.dense import swapped_for_dense
 from ..convert.registry import moe_options
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
-from ..model_config import fixed_img_size, get_pretrained_cfg, set_pretrained_cfg
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
@@ -71,14 +71,7 @@ class MoeMixin:
         if architecture is None:  # timm's factory did not make the model
             return
         set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
-        # Some arguments may have changed since (reset_classifier, set_input_size).
-        current = {"num_classes": self.num_classes}
-        if isinstance(getattr(self, "global_pool", None), str):
-            current["global_pool"] = self.global_pool
-        size = fixed_img_size(self)
-        if size is not None:
-            current["img_size"] = list(size)
-        self._model_args = {**args, **current}  # as timm's create_model does; read when the model is saved
+        self._model_args = args  # as timm's create_model does; read when the model is saved
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..convert.blocks import moe_layers
+from ..convert.hooks import note_padding
 from ..layers.checks import check_flag
 from ..layers.functional import kept_whole
 from .mixin import MoeMixin
@@ -97,14 +98,18 @@ class RoutingGroup(nn.Sequential):
         """Map tokens (B, N, D) to the same shape; ``attention``: options of timm's attention."""
         if isinstance(x, Proxy):
             return kept_whole(self, x)
-        routing = None
+        first: Any = self[0]
+        note_padding(first, (), attention, name="attn_mask", position=1)  # no block is called, nor its hook
+        layer, routing = first.mlp, None
+        padding = layer.padding if layer.padding is not None and layer.heeds(layer.padding) else None
         block: Any
         for block in self:
             x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **attention)))
             z = block.norm2(x)
             if routing is None:
-                routing = block.mlp.router(z)
-            x = x + block.drop_path2(block.ls2(block.mlp(z, routing=routing)))
+                routing = layer.router(z if padding is None else z[~padding])
+            layer.padding = padding
+            x = x + block.drop_path2(block.ls2(layer(z, routing=routing)))
         return x
 
 
@@ -150,8 +155,7 @@ class WideNet(MoeMixin, SharedVisionTransformer):
             layer.path = path
 
     def restore_stock_class(self) -> None:
-        parts = [part if isinstance(part, RoutingGroup) else [part] for part in self.blocks]
-        self._set_blocks([block for part in parts for block in part])
+        self._set_blocks([block for block in self.blocks.modules() if isinstance(block, Block)])
         super().restore_stock_class()
 
 

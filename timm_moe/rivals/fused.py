@@ -59,9 +59,7 @@ class Fusion(Router):
         others = (1 - self.common_share) * logits.softmax(0)
         return torch.cat([others.new_full((1,), self.common_share), others])
 
-    def forward(self) -> Tensor:
-        """Return :meth:`weights`."""
-        return self.weights()
+    forward = weights
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, common_share={self.common_share}"
@@ -98,12 +96,9 @@ class FusedMlp(MoeMlp):
         if len(loaded) == len(self.stacked_shapes):
             for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
                 state_dict.setdefault(name, torch.zeros_like(value, device=loaded[0].device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
-        super()._complete_dense(state_dict, prefix)
-        if self.expert_init != "drop":
+        if self._dense_in(state_dict, prefix) and self.expert_init != "drop":
             self._warn_of_copies()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """Return the fused network as the only one."""

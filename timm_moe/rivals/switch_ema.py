@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..training.averaging import with_hooks
+from ..training.averaging import is_wider
+from ..training.optimizers import with_hooks
 
 
 class SwitchEma:
@@ -23,7 +24,8 @@ class SwitchEma:
 
     Raises:
         TypeError: if it is not an optimizer of torch's kind.
-        ValueError: unless 0 <= decay < 1 and interval >= 1, or if the optimizer's steps cannot be followed.
+        ValueError: unless 0 <= decay < 1 and interval >= 1, or if the optimizer's steps cannot be followed,
+            or, at the first switch, if it keeps other weights beside the parameters (MADGRAD, schedule-free).
     """
 
     def __init__(self, optimizer: Optimizer, decay: float, interval: int):
@@ -50,5 +52,15 @@ class SwitchEma:
         self.steps += 1
         for parameter, average in self._averages.items():
             average.lerp_(parameter.to(average.dtype), 1 - self.decay)
-            if self.steps % self.interval == 0:
-                parameter.copy_(average)
+        if self.steps % self.interval == 0:
+            self._switch(optimizer.state_dict()["state"])  # of the optimizer inside Lookahead too
+
+    def _switch(self, states: dict[int, dict[str, Any]]) -> None:
+        for index, (parameter, average) in enumerate(self._averages.items()):
+            for name, other in states.get(index, {}).items():
+                if name in ("x0", "z"):  # MADGRAD, schedule-free optimizers
+                    raise ValueError("This optimizer keeps weights of its own, which would undo the switch.")
+                is_kept = torch.is_tensor(other) and other.shape == parameter.shape
+                if is_kept and (name == "lookahead_slow_buff" or is_wider(other, parameter)):
+                    other.copy_(average)
+            parameter.copy_(average)

@@ -3,7 +3,7 @@
 from .averaging import ExpertWeightAveraging, average_experts_
 from .expert_parallel import parallelize_experts
 from .loop import add_router_losses, expert_statistics, start_averaging
-from .placement import expert_placement, local_part
+from .placement import expert_placement
 from .router_losses import RoutingSummary, auxiliary_loss, routing_summary
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "average_experts_",
     "expert_placement",
     "expert_statistics",
-    "local_part",
     "parallelize_experts",
     "routing_summary",
     "start_averaging",

@@ -31,6 +31,9 @@ _logger = logging.getLogger(__name__)
 #: Key of each of an optimizer's groups that counts the updates; there it travels with every optimizer checkpoint.
 UPDATES = "ewa_updates"
 
+#: Weights that optimizers keep in a parameter's state, by an entry that tells the optimizer: schedule-free ones,
+#: MADGRAD (a start, and the sum of the steps from there).
+OWN_WEIGHTS = {"z": ("x", "y", "z"), "x0": ("x0", "s")}
 #: Entries of each expert that are averaged at a time on CPUs.
 _BLOCK = 2**17
 
@@ -299,7 +302,7 @@ class ExpertWeightAveraging:
     def _other_sequences(self, stacked: Tensor) -> list[Tensor]:
         """The weights beside a parameter in the optimizers' state that would undo its averaging.
 
-        Schedule-free optimizers keep x, y and z, others a wider copy of each narrow parameter.
+        Those are the ones of :data:`OWN_WEIGHTS`, and a wider copy of a narrow parameter.
         """
         states = [optimizer.state.get(stacked) or {} for optimizer in self._handles]
         kept = {
@@ -308,7 +311,7 @@ class ExpertWeightAveraging:
             for name, other in state.items()
             if isinstance(other, Tensor)
             and other.shape == stacked.shape
-            and (("z" in state and name in ("x", "y", "z")) or _is_wider_copy(other, stacked))
+            and (any(name in names and key in state for key, names in OWN_WEIGHTS.items()) or is_wider(other, stacked))
         }
         return list(kept.values())
 
@@ -353,9 +356,10 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     return any(float(s) > 1 for s in steps if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1))
 
 
-def _is_wider_copy(other: Tensor, stacked: Tensor) -> bool:
-    is_wider = torch.promote_types(other.dtype, stacked.dtype) != stacked.dtype
-    return is_wider and torch.equal(local_part(other).to(stacked.dtype), local_part(stacked))
+def is_wider(other: Tensor, parameter: Tensor) -> bool:
+    """Tell if a tensor of a parameter's shape is a copy of it in a wider type."""
+    has_wider_type = torch.promote_types(other.dtype, parameter.dtype) != parameter.dtype
+    return has_wider_type and torch.equal(local_part(other).to(parameter.dtype), local_part(parameter))
 
 
 @torch.compiler.disable  # the step of an optimizer may be compiled
