@@ -190,6 +190,7 @@ def test_order_of_display():
     assert display_order(share_CE) == [3, 1, 0, 2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("layers", "classes", "experts"), [(13, 10, 16), (1, 2, 1), (2, 1000, 8)])
 def test_plots_of_all_sizes(tmp_path, layers, classes, experts):
     pytest.importorskip("matplotlib")

@@ -98,6 +98,7 @@ def test_forward_mode_is_an_error_and_not_zero():
             torch.func.jvp(lambda x: loss(weight, x), (x,), (x,))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("sizes", "after"), [([2, 0, 3], 1), ([0, 0], 0), ([1], 0)])
 def test_torch_accepts_the_operators(sizes, after):
     x, weight, bias, end = tensors(sizes, after=after)

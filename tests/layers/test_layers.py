@@ -337,6 +337,7 @@ def test_threads_and_plain_tensors_as_weights():
     assert torch.equal(y, layer(x))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("training", [True, False])
 def test_compiles_as_one_graph(training):
     layer = moe(8, 16).train(training)

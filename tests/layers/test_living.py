@@ -4,6 +4,7 @@ import copy
 import sys
 import threading
 
+import pytest
 import torch
 from timm.layers import Mlp
 from torch import nn
@@ -41,6 +42,7 @@ def test_the_list_of_living_objects_bears_threads():
     assert {id(item) for items in added for item in items} <= {id(item) for item in living(Item)}
 
 
+@pytest.mark.ci
 def test_models_may_be_copied_while_another_thread_trains():
     layer = EwaMlp(Mlp(2, 2), num_experts=2)
     copies = []

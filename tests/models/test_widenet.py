@@ -361,6 +361,7 @@ def test_the_divergence_of_norms_is_equation_9(blocks, width, groups, data):
     assert divergence["norm2.bias"].tolist() == [0] * width
 
 
+@pytest.mark.ci
 def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
     names = ("ones_h", "vit_tiny_patch16_224")  # a ViT, which the paper compares with, has no experts at all
     for index, made in enumerate(timm.create_model(name, **SMALL) for name in names):

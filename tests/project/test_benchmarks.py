@@ -147,6 +147,7 @@ def test_the_report_tells_what_was_reached(monkeypatch, tmp_path):
     assert "| averaging | 1.700 | 1.600-1.800 | 8.5 |  |" in text
 
 
+@pytest.mark.ci
 def test_the_report_in_the_repository_is_that_of_its_results(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     committed = (report.DOCS / "generated/benchmarks.md").read_text()

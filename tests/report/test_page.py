@@ -53,6 +53,7 @@ def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
     assert len(text) < 10 * 2**20
 
 
+@pytest.mark.ci
 def test_nothing_of_a_name_becomes_code(report):
     text = report.read_text()
     assert "<script><b>" not in text

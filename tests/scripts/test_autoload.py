@@ -48,6 +48,7 @@ def test_models_are_there_whatever_is_imported_first(imports):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_names_imported_after_timm_are_the_hooked_ones():
     done = run("import torch\nfrom timm.scheduler import create_scheduler_v2 as create\nassert create.__wrapped__")
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_words_that_switch_it_off(value, monkeypatch):
     assert sys.meta_path != finders
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["timm_moe.py", "timm_moe/__init__.py", "timm_moe/readme.txt"])
 def test_a_users_own_file_is_not_run(tmp_path, name):
     """In the working directory, where Python looks first."""
@@ -263,6 +265,7 @@ for attempt in range(2):
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
     import timm
@@ -288,6 +291,7 @@ LATE_FAILURES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("where", LATE_FAILURES)
 def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
     file, line, broken = LATE_FAILURES[where]

@@ -182,6 +182,7 @@ def test_the_routers_losses_are_in_the_loss_that_train_py_logs(images, tmp_path)
     assert first[10] - first[0] > 4 * 10 * 0.9  # four layers, each with a balance loss of about 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [
@@ -207,6 +208,7 @@ def teacher(tmp_path):
     return ["--kd-model-name", f"local-dir:{tmp_path / 'teacher'}"]
 
 
+@pytest.mark.ci
 def test_distillation_into_routed_experts(images, tmp_path, teacher):
     log = train(tmp_path, images, *ROUTED, *teacher, "--task-loss-weight", "0.5", epochs=1)
     assert len(routing_lines(log)) == 4

@@ -141,6 +141,7 @@ def test_a_frozen_router_goes_on_as_it_was(frozen):
     assert not any(map(any, steps(model)))
 
 
+@pytest.mark.ci
 def test_it_evens_out_the_loads():
     model, images = make_model(bias_rate=0.005), 0.1 * torch.randn(8, 3, 32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -153,6 +154,10 @@ def test_it_evens_out_the_loads():
     assert all(value < 1.15 for value in spread), spread
 
 
+#: Kept to the end of the process: torch 2.12 may wait for ever where DDP is freed just after a collective of gloo.
+KEPT = []
+
+
 def worker(rank, folder):
     join_group(rank, folder)
     model = make_model()
@@ -161,6 +166,7 @@ def worker(rank, folder):
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     task.prepare_distributed(device_ids=None)
+    KEPT.append(task)
     task(images[2 * rank : 2 * rank + 2], torch.arange(2))["loss"].backward()
     optimizer.step()
     assert steps(model) == expected, (steps(model), expected)

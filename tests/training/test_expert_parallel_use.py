@@ -302,6 +302,7 @@ def dying_worker(rank, folder):
         os._exit(0)  # the group has lost a process: nothing can be taken down together
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(60)
 def test_a_process_that_dies_ends_the_others(tmp_path):
     run_ranks(dying_worker, (str(tmp_path),), 2)

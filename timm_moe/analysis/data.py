@@ -120,12 +120,12 @@ def _compare_classes(known: list[str], name: str, images: ImageDataset, order: s
 
 
 @contextmanager
-def in_eval_mode(models: Iterable[nn.Module]) -> Iterator[None]:
+def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     """Put models into eval mode, and each of their modules back into its own."""
     modes = {module: module.training for model in models for module in model.modules()}
     try:
-        for module in modes:
-            module.eval()
+        for model in models:
+            model.eval()
         yield
     finally:
         for module, mode in modes.items():
