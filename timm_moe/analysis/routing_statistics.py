@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
 from ..layers import MoeMlp, Routing
-from .data import Inference, batches, class_names
+from .data import Inference, batches, class_names, in_eval_mode
 from .rows import Rows
 from .segmentation import MaskedImages, majority_labels
 
@@ -243,7 +243,7 @@ def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Infe
 def _watch(
     model: nn.Module, labelled: Iterable[tuple[Tensor, Tensor]], inference: Inference, prefix: int = 0
 ) -> RouterWatcher:
-    with RouterWatcher(routed_layers(model), prefix) as watcher:
+    with in_eval_mode([model]), RouterWatcher(routed_layers(model), prefix) as watcher:
         for x, labels in labelled:
             with inference.autocast():
                 model(x)

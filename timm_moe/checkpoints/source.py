@@ -132,7 +132,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     state_dict = _state_dict(checkpoint, path, use_ema)
     with _train_args_of(path):
-        train_args = args_of_train_py(checkpoint) or args_of_import(path)
+        train_args = args_of_train_py(checkpoint) or ({} if spec.name else args_of_import(path))
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):

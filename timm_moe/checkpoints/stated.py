@@ -105,8 +105,10 @@ def args_of_import(path: Path) -> dict[str, Any]:
         return {}
     with safe_open(path, "pt") as file:
         stated = file.metadata() or {}
+    if "model" not in stated:
+        return {}
     options = json.loads(stated.get("model_kwargs", "{}"), parse_constant=_refuse_constant)
-    return {"model": stated["model"], "model_kwargs": _bounded(options)} if "model" in stated else {}
+    return {"model": stated["model"], "model_kwargs": _bounded(options)}
 
 
 def _bounded(value: Any, levels: int = 2) -> Any:

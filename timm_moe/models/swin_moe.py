@@ -103,7 +103,7 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
     model, _ = build_instead(entrypoint, lambda stock_class: MoeSwinTransformer, name, pretrained=pretrained, **args)
     # The published networks have no bias in their last layers: here it is zero, and is not trained.
     for bias in last_biases(model):
-        bias.requires_grad_(not bias.is_meta and bool(bias.any()))  # one of a pretrained Swin is trained
+        bias.requires_grad_(False)
     note_dense_form(model, variant.stock, {**_SIZE, **kwargs})
     return model
 
