@@ -123,7 +123,7 @@ def test_a_group_routes_once(images):
     ],
 )
 def test_padding_is_left_out_in_every_block(images, options, routed):
-    """What is in the padding changes no loads, no losses and no outputs of tokens."""
+    """Change the padding: loads, losses and outputs of tokens stay."""
     model = widenet(noise_std=0.0, global_pool="", **options)
     (layer,) = timm_moe.moe_layers(model).values()
     is_token = torch.arange(16) < torch.tensor([[16], [9]])

@@ -142,8 +142,7 @@ def batches(
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
 
-    Meanwhile the models are in eval mode. Models of the same preprocessing share a loader. An image that cannot be read
-    is a ValueError.
+    The models are in eval mode. Models of the same preprocessing share a loader. An unreadable image is a ValueError.
     """
     configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]

@@ -105,7 +105,7 @@ class RouterWatcher(ExitStack):
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
         """Count the choices of images, (B, M, E), or patches, (B, P, M, E)."""
-        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), call.layer.routed_by.copies, -1))
+        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), call.layer.routed_by.copies(), -1))
         if labels.ndim == 1:
             chosen = chosen_BMNK.flatten(2)
         else:
@@ -236,14 +236,15 @@ def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Infe
     prefix: Any = model.num_prefix_tokens
     grid: Any = model.get_submodule("patch_embed").grid_size
     of_patches = ((x, majority_labels(labels_BHW, grid)) for x, labels_BHW in images.batches(inference))
-    return _watch(model, of_patches, inference, prefix).routes(images.class_name, images.ignore_index)
+    with in_eval_mode([model]):
+        return _watch(model, of_patches, inference, prefix).routes(images.class_name, images.ignore_index)
 
 
 @torch.inference_mode()
 def _watch(
     model: nn.Module, labelled: Iterable[tuple[Tensor, Tensor]], inference: Inference, prefix: int = 0
 ) -> RouterWatcher:
-    with in_eval_mode([model]), RouterWatcher(routed_layers(model), prefix) as watcher:
+    with RouterWatcher(routed_layers(model), prefix) as watcher:
         for x, labels in labelled:
             with inference.autocast():
                 model(x)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 class BalancingBias(nn.Module):
     """Bias that rises by ``rate`` at an optimizer step for experts with less than the mean load, and falls for others.
 
-    The bias is kept as a whole number of steps in float32, whatever the model's type, so that nothing rounds it. Its
-    mean over the experts is zero.
+    The bias is a whole number of steps in float32, whatever the model is cast to. Its mean over the experts is zero.
 
     Args:
         num_experts: E.

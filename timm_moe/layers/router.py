@@ -35,13 +35,11 @@ class Router(nn.Module):
         routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed together.
         depends_on_input: whether each row chooses by its contents; else there are no routes of classes.
         needs_whole_images: whether the rows must be whole images, so that no padding can be left out.
-        copies: times that the batch holds each image in a row, for the members of an ensemble.
     """
 
     routing_unit = "token"
     depends_on_input = True
     needs_whole_images = False
-    copies = 1
 
     def __init__(self, num_experts: int):
         super().__init__()
@@ -49,6 +47,10 @@ class Router(nn.Module):
 
     def experts_of_row(self) -> int:
         """Number of experts that a row goes to."""
+        return 1
+
+    def copies(self) -> int:
+        """Number of times that the batch holds each image in a row, for the members of an ensemble."""
         return 1
 
     def routing_degree(self) -> int:

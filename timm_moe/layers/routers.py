@@ -305,7 +305,10 @@ class TiledRouter(TopKRouter):
     def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
         check_integer("ensemble_size", ensemble_size, 1)
         super().__init__(dim, num_experts, top_k, **options)
-        self.ensemble_size = self.copies = ensemble_size
+        self.ensemble_size = ensemble_size
+
+    def copies(self) -> int:
+        return self.ensemble_size
 
     def routing_degree(self) -> int:
         return math.comb(self.part_size, self.top_k) ** self.ensemble_size
@@ -368,9 +371,8 @@ class PartitionedRouter(EnsembleRouter):
 
     needs_whole_images = TopKRouter.needs_whole_images
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.copies = 1
+    def copies(self) -> int:
+        return 1
 
     def probabilities(self, x: Tensor) -> None:
         """None: a row chooses in each part."""
@@ -398,9 +400,8 @@ class MultiHeadRouter(TopKRouter):
 
     needs_whole_images = True
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.copies = self.top_k
+    def copies(self) -> int:
+        return self.top_k
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""

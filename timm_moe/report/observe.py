@@ -61,7 +61,7 @@ class LayerObservation:
     def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
         """Take in a batch and the indices of its images that are shown."""
         kept_TK, first_T = call.kept_TK, call.chosen_TK[:, 0]
-        copies, gate = call.layer.routed_by.copies, torch.ones(len(kept_TK))
+        copies, gate = call.layer.routed_by.copies(), torch.ones(len(kept_TK))
         probability = call.layer.routed_by.probabilities(call.x)
         if probability is not None:
             width = probability.shape[-1]  # the experts of a member
@@ -195,6 +195,6 @@ def observe(
 def _observation(call: RouterCall, model: nn.Module, images: Tensor) -> LayerObservation:
     """Begin an observation of a call in forwards of images (B, 3, H, W)."""
     by_image = call.layer.routed_by.routing_unit == "image"
-    apart = len(call.x) != len(images) * call.layer.routed_by.copies  # MobileViT's parts of patches
+    apart = len(call.x) != len(images) * call.layer.routed_by.copies()  # MobileViT's parts of patches
     grid = None if apart else patch_grid(model, call.x, images.shape[2:])
     return LayerObservation(by_image, grid, surest=[[] for _ in range(call.layer.num_experts)])
