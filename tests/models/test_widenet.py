@@ -203,6 +203,23 @@ def test_the_constant_class_token_survives_the_meta_device(images):
     assert not model.cls_token.any()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_dense_checkpoint_in_a_model_on_meta_leaves_a_router_that_is_drawn(images, assign):
+    dense, expected = timm.create_model("ones_b", **SMALL), widenet().eval()
+    with torch.device("meta"):
+        model = widenet().eval()
+    if not assign:
+        model.to_empty(device="cpu")
+        model.blocks[0].mlp.router.weight.data.fill_(77)
+    torch.manual_seed(1)
+    assert model.load_state_dict(dense.state_dict(), assign=assign).missing_keys == []
+    expected.load_state_dict(dense.state_dict())
+    torch.manual_seed(1)
+    expected.blocks[0].mlp.router.reset_parameters()
+    with torch.no_grad():
+        assert torch.equal(model(images), expected(images))
+
+
 def test_shared_norms(images):
     model = widenet(shared_norm=True)
     assert not [name for name in model.state_dict() if name.startswith("blocks.1.")]

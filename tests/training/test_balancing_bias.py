@@ -101,6 +101,14 @@ def test_a_step_that_the_scaler_skips_keeps_the_choices(fused):
     assert all(bias.load is not None for bias in biases(model))
 
 
+def test_a_buffer_that_fsdp1_has_cast_counts_on_in_float32():
+    bias = BalancingBias(2, 0.001)
+    bias.steps.data = bias.steps.bfloat16()  # MixedPrecision(buffer_dtype=torch.bfloat16); 257 is no bfloat16
+    for _ in range(300):
+        bias.update(torch.tensor([3, 1]))
+    assert bias.steps.tolist() == [-300, 300]
+
+
 def test_evaluation_does_not_count_and_the_choice_follows():
     model, images = make_model(), torch.randn(2, 3, 32, 32)
     model.eval()(images)

@@ -47,6 +47,7 @@ class BalancingBias(nn.Module):
 
     def update(self, load_E: Tensor) -> None:
         """Make a step by the choices of all processes, and start to count again."""
+        self.steps = self.steps.float()  # FSDP1 may have cast buffers
         self.steps += (load_E.sum() - load_E * load_E.shape[0]).sign()
         self.load = None
 

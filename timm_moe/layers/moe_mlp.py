@@ -43,6 +43,7 @@ class MoeMlp(Experts):
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
         forwards_since_step: training forwards since the last step of an optimizer that trains the layer.
         padding: (...) boolean, true for the rows of the next x that are no tokens; the model's blocks set it.
+        router_lacks_values: whether the router came from the meta device, and no values were loaded or drawn since.
     """
 
     deploys_dense: ClassVar[bool] = False
@@ -53,6 +54,7 @@ class MoeMlp(Experts):
     forwards_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
+    router_lacks_values = False
 
     def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, num_experts, expert_init, **options)
@@ -79,29 +81,35 @@ class MoeMlp(Experts):
             )
         if self._dense_in(state_dict, prefix):
             self._complete_dense(state_dict, prefix)
+        self.router_lacks_values &= not any(name.startswith(f"{prefix}router.") for name in state_dict)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Add the router's weights to the tensors of a dense network: the present ones, or if on meta, drawn ones."""
         router, device = self.router, next(iter(self._dense_in(state_dict, prefix).values())).device
-        if device.type != "meta" and any(value.is_meta for value in router.state_dict().values()):
+        if device.type != "meta" and self._router_is_on_meta():
             router = _reset(copy.deepcopy(router).to_empty(device=device))
+        elif self.router_lacks_values:
+            _reset(router)
         for name, value in router.state_dict(prefix=f"{prefix}router.").items():
             if name not in state_dict or state_dict[name].is_meta:  # set_model_state_dict adds what is on meta
                 state_dict[name] = value
 
     def _apply(self, *args: Any, **kwargs: Any) -> "MoeMlp":
-        was_on_meta = any(weight.is_meta for weight in self.router.parameters())
+        was_on_meta = self._router_is_on_meta()
         super()._apply(*args, **kwargs)
-        if was_on_meta and not next(self.router.parameters()).is_meta and hasattr(self.router, "reset_parameters"):
-            _reset(self.router)  # a dense checkpoint would leave what to_empty has not written
+        self.router_lacks_values |= was_on_meta and not self._router_is_on_meta()  # to_empty does not write
         return self
+
+    def _router_is_on_meta(self) -> bool:
+        return any(weight.is_meta for weight in self.router.parameters())
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
         super().reset_from_dense(ffn)
         if hasattr(self.router, "reset_parameters") or next(self.router.parameters(), None) is not None:
             _reset(self.router)
+            self.router_lacks_values = False
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
