@@ -37,12 +37,6 @@ class MoeSwinTransformer(MoeMixin, SwinTransformer):
                     nn.init.trunc_normal_(module.weight, std=INIT_STD)
         self._init_routers()
 
-    def restore_stock_class(self) -> None:
-        """Turn into timm's SwinTransformer, whose biases are all trained."""
-        super().restore_stock_class()
-        for bias in last_biases(self):
-            bias.requires_grad_(True)
-
     def _init_routers(self) -> None:
         for module in self.modules():
             if isinstance(module, CosineRouter):
@@ -55,11 +49,6 @@ class MoeSwinTransformer(MoeMixin, SwinTransformer):
         """Return names of parameters without weight decay: biases, and the matrices of cosine routers."""
         routers = (name for name, module in self.named_modules() if isinstance(module, CosineRouter))
         return {*super().no_weight_decay(), *(f"{name}.{own}" for name in routers for own in ("weight", "projection"))}
-
-
-def last_biases(model: nn.Module) -> list[nn.Parameter]:
-    """List the biases of the last layers of all MLPs and experts."""
-    return [parameter for path, parameter in model.named_parameters() if path.endswith("mlp.fc2.bias")]
 
 
 #: Arguments that make timm's Swin the size of Swin-MoE; its exported form needs them too.
@@ -101,9 +90,6 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
     args = {**variant.args, **kwargs}
     entrypoint = model_entrypoint(variant.stock)
     model, _ = build_instead(entrypoint, lambda stock_class: MoeSwinTransformer, name, pretrained=pretrained, **args)
-    # The published networks have no bias in their last layers: here it is zero, and is not trained.
-    for bias in last_biases(model):
-        bias.requires_grad_(False)
     note_dense_form(model, variant.stock, {**_SIZE, **kwargs})
     return model
 
