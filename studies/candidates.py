@@ -55,7 +55,8 @@ class ImagePartition(RandomPartition):
         row = torch.arange(rows, device=x.device)
         indices = (of_images.token_indices, of_images.slots)
         token_indices, slots = ((index.view(-1, 1) * rows + row).flatten() for index in indices)
-        return Routing(token_indices, of_images.offsets * rows, slots.unsqueeze(1), None)
+        gates = None if of_images.gates is None else of_images.gates.repeat_interleave(rows, 0)
+        return Routing(token_indices, of_images.offsets * rows, slots.unsqueeze(1), gates)
 
 
 def whole_images(model: nn.Module) -> None:

@@ -417,6 +417,8 @@ class Handler(BaseHTTPRequestHandler):
                 if not stored.exists() or stored.stat().st_size != value["size"]:
                     raise Refused(400, f"{value['path']} points to an LFS object that was not uploaded")
                 files[value["path"]] = {"lfs": True, "oid": value["oid"], "size": value["size"]}
+            elif operation["key"] == "deletedFile":
+                del files[value["path"]]
             else:
                 raise Refused(400, f"Unknown operation {operation['key']}")
         answer = {}

@@ -235,6 +235,15 @@ def test_nothing_new_is_no_commit(hub, server, checkpoint):
     assert "/user/vit/commit/" in hub.push(checkpoint, "user/vit", "--license", "mit")
 
 
+def test_an_adapter_of_before_does_not_stay_beside_the_model(hub, server, checkpoint):
+    repository = server.create("user/vit")
+    names = ("adapter_config.json", "adapter_model.safetensors", "notes.txt")
+    parent = repository.revisions["main"]
+    repository.add_commit("main", parent, "Adapter", dict.fromkeys(names, server.keep_blob(b"{}")))
+    hub.push(checkpoint, "user/vit")
+    assert sorted(server.files("user/vit")) == ["README.md", "config.json", "model.safetensors", "notes.txt"]
+
+
 def test_what_the_client_says_comes_once_and_without_bars(hub, server, checkpoint):
     _, _, first = hub.run("push", checkpoint, "user/vit")
     _, _, second = hub.run("push", checkpoint, "user/vit")

@@ -135,6 +135,11 @@ def test_locality_attention_token_by_token():
     x = torch.randn(2, 5, 12, dtype=torch.double)
     expected = [slow_locality_attention(image.numpy(), 3, arrays(attention)) for image in x]
     np.testing.assert_allclose(attention(x).detach().numpy(), np.stack(expected), atol=1e-10)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    additive = attention(x, torch.zeros(5, 5, dtype=torch.double).masked_fill(~causal, -math.inf))
+    for masked in (attention(x, causal), attention(x, is_causal=True)):
+        torch.testing.assert_close(masked, additive)
+    assert not torch.allclose(additive, attention(x))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -147,7 +147,8 @@ def test_groups_with_padding_equal_blocks_with_padding(images):
         plain, grouped = widenet(noise_std=0.0, **options), widenet(noise_std=0.0, routing_groups=4, **options)
         grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
         given = nn.functional.pad(mask, (1, 0), value=True) if "class_token" in options else mask
-        torch.testing.assert_close(grouped(images[:2], attn_mask=given), plain(images[:2], attn_mask=given))
+        for masks in (given, given[1:]):  # of each image, and one for both
+            torch.testing.assert_close(grouped(images[:2], attn_mask=masks), plain(images[:2], attn_mask=masks))
     with pytest.raises(ValueError, match=r"has padding, which the router of blocks\.0\.0\.mlp cannot leave out"):
         widenet(routing_groups=2, group_images=1)(images[:2], attn_mask=mask)
 

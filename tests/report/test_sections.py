@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from observations import layer_of, seen_as, with_two_members
 
 from timm_moe.export.history import History
 from timm_moe.info import measure, weightless_model
 from timm_moe.report.sections.classifier import classifier_section
 from timm_moe.report.sections.model import model_section
+from timm_moe.report.sections.patches import _shaded
 from timm_moe.report.sections.routing import routing_section
 
 
@@ -69,11 +71,17 @@ def test_how_much_experts_prefer_classes_is_told():
     assert preference([[9, 0, 0], [0, 9, 0], [0, 0, 9]], [0, 0, 1]).startswith("No preference beyond chance.")
 
 
+def test_an_image_whose_patches_have_no_weight_is_dark():
+    pixels = torch.full((3, 4, 4), 200, dtype=torch.uint8)
+    assert _shaded(pixels, torch.zeros(2, 2)).eq(30).all()
+    assert _shaded(pixels, torch.tensor([[0.0, 1.0], [0.5, 1.0]]))[0, ::2, ::2].tolist() == [[30, 200], [115, 200]]
+
+
 def test_accuracy_stands_beside_the_error():
     table = classifier_section({"m": seen_as([])}).parts[0].table
     assert [row for row in table if row[0] in ("error", "top-1 accuracy")] == [
-        ["error", "0.00%"],
         ["top-1 accuracy", "100.00%"],
+        ["error", "0.00%"],
     ]
 
 

@@ -43,6 +43,19 @@ def test_switch_ema_is_its_definition():
             SwitchEma(optimizer, **wrong)
 
 
+def test_a_step_that_the_scaler_skips_does_not_count():
+    weight, scaler = torch.nn.Parameter(torch.tensor([1.0])), torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    switch = SwitchEma(optimizer, decay=0.5, interval=2)
+    for factor in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert switch.steps == 2
+    assert weight.item() == pytest.approx(0.25 * 1.0 + 0.25 * 0.0 + 0.5 * -1.0)
+
+
 def test_a_switch_holds_for_the_slow_weights_of_lookahead():
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), alpha=0.5, k=1)

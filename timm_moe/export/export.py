@@ -31,8 +31,8 @@ from .outputs import compare, inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
-#: Files of a PEFT adapter, which transformers would apply to any model in the folder.
-_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+#: Files of a PEFT adapter, which transformers would apply to any model beside them.
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -297,5 +297,5 @@ def _write(layout: Format, inputs: Any, expected: Any, target: Path, overwrite: 
         written = layout.read(folder)
         difference = compare(expected, written, inputs)
         names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
-        publish(folder, target, [*_ADAPTERS, *names, "config.json"])  # the adapters of an older model go
+        publish(folder, target, [*ADAPTERS, *names, "config.json"])  # the adapters of an older model go
     return written, difference

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from ..checkpoints.quick_init import quick_init
 from ..checkpoints.source import first_problem
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+from ..quick_init import quick_init
 
 #: Files of a model; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, get_session
 from torch import nn
@@ -24,7 +24,7 @@ from ..convert.blocks import moe_layers
 from ..files import require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
-from .export import export_dense, export_moe, require_finite_weights, stated_labels
+from .export import ADAPTERS, export_dense, export_moe, require_finite_weights, stated_labels
 from .formats import drop_second_num_classes, load_checked
 from .history import recorded_history
 from .options import Destination, ModelOptions, Statements, grouped
@@ -305,16 +305,17 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
             raise PermissionError(f"{repo_id} is there already and public: push without --private, or to a new name.")
     if revision is not None and not destination.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    last = api.model_info(repo_id, revision=revision, timeout=PATIENCE).sha
+    last = api.model_info(repo_id, revision=revision, timeout=PATIENCE)
+    stale = {file.rfilename for file in last.siblings or ()} & {*ADAPTERS}  # of an older model
     # upload_folder may spread its files over several commits
     commit = api.create_commit(
         repo_id,
-        [CommitOperationAdd(name, file) for name, file in files.items()],
+        [*(CommitOperationAdd(name, file) for name, file in files.items()), *map(CommitOperationDelete, sorted(stale))],
         commit_message="Add model",
         revision=revision,
         create_pr=destination.create_pr,
     )
-    if commit.oid == last:
+    if commit.oid == last.sha:
         return None, revision
     if commit.pr_url:
         return commit.pr_url, commit.pr_revision

@@ -32,7 +32,7 @@ class Routing(NamedTuple):
         slots: (T, K) slot of each choice of a row; at or after ``offsets[-1]`` for a dropped choice.
         gates: (T, K) factor of each choice's output, zero for a dropped choice; None for all ones.
         capacity: C, if each expert has C slots, used or not, so that expert e begins at slot C e; else None. A slot
-            that is not used holds some row, and no choice has it.
+            that is not used holds some row, and no choice has it; gates, even of ones, keep it from getting a gradient.
     """
 
     token_indices: Tensor

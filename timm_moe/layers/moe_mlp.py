@@ -119,26 +119,25 @@ class MoeMlp(Experts):
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Compute what :meth:`forward` returns: zero for rows of padding, which a given routing leaves out."""
-        padding = self.padding
+        padding, self.padding = self.padding_of(x), None
         if padding is None:
-            return self._route(x, routing)
-        self.padding = None
-        if padding.shape != x.shape[:-1] or not self.heeds(padding):
             return self._route(x, routing)
         y_VD = self._route(x[~padding], routing)
         return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
 
-    def heeds(self, padding: Tensor) -> bool:
-        """Tell if rows of padding would change what the router makes of other rows, or its losses and loads."""
-        router = self.routed_by
-        if router.routing_unit == "image" or (not self.training and getattr(router, "eval_capacity_factor", 0) is None):
-            return False
+    def padding_of(self, x: Tensor) -> Tensor | None:
+        """Padding of x that would change what the router makes of other rows, or its losses and loads; or None."""
+        padding, router = self.padding, self.routed_by
+        if padding is None or padding.shape != x.shape[:-1] or router.routing_unit == "image":
+            return None
+        if not self.training and getattr(router, "eval_capacity_factor", 0) is None:
+            return None
         if router.needs_whole_images and padding.any():
             raise ValueError(
                 f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
                 "counts images: take router='top_k' without group_images or an ensemble, or 'soft'."
             )
-        return not router.needs_whole_images
+        return None if router.needs_whole_images else padding
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):

@@ -7,7 +7,7 @@ Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N toke
 from typing import Any
 
 import torch
-from timm.layers import Attention, PatchEmbed
+from timm.layers import Attention, PatchEmbed, resolve_self_attn_mask
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_unshuffle
@@ -125,10 +125,10 @@ class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_at
     1 / sqrt(head dimension).
     """
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Attend as timm does; a mask must be additive."""
-        diagonal_NN = diagonal(x.shape[1], x)
-        return super().forward(x, diagonal_NN if attn_mask is None else attn_mask + diagonal_NN, **kwargs)
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attend as timm does."""
+        mask, diagonal_NN = resolve_self_attn_mask(x.shape[1], x, attn_mask, is_causal), diagonal(x.shape[1], x)
+        return super().forward(x, diagonal_NN if mask is None else mask + diagonal_NN)
 
 
 class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]  # likewise

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from timm.models import generate_default_cfgs, register_notrace_module
+from timm.models import register_notrace_module
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -13,7 +13,7 @@ from ..convert.hooks import note_padding
 from ..layers.checks import check_flag
 from ..layers.functional import kept_whole
 from .mixin import MoeMixin
-from .registration import SIZES, VMOE_S_CFG, Variant, register_variants
+from .registration import SIZES, Variant, register_variants
 from .vision_transformer import PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
@@ -101,7 +101,7 @@ class RoutingGroup(nn.Sequential):
         first: Any = self[0]
         note_padding(first, (), attention, name="attn_mask", position=1)  # no block is called, nor its hook
         layer, routing = first.mlp, None
-        padding = layer.padding if layer.padding is not None and layer.heeds(layer.padding) else None
+        padding = layer.padding_of(x)
         block: Any
         for block in self:
             x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **attention)))
@@ -178,8 +178,6 @@ for _size, _args in _SIZES.items():
     _student = f"OneS's student of {_name} (arXiv 2201.10890): one dense network for all blocks."
     _VARIANTS |= {f"widenet_{_size}": Variant(f"{_name}.", _ones, {**_WIDENET, **_args})}
     _VARIANTS |= {_ones: Variant(_student, _ones, _args)}
-
-default_cfgs = generate_default_cfgs(dict.fromkeys(_VARIANTS, VMOE_S_CFG))
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..training.averaging import is_wider
-from ..training.optimizers import with_hooks
+from ..training.optimizers import is_skipped, with_hooks
 
 
 class SwitchEma:
@@ -49,6 +49,8 @@ class SwitchEma:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_skipped(optimizer):
+            return
         self.steps += 1
         for parameter, average in self._averages.items():
             average.lerp_(parameter.to(average.dtype), 1 - self.decay)

@@ -110,7 +110,7 @@ def mixture_part(seen: Observation) -> Part | None:
 
 def _shaded(pixels: Tensor, weights: Tensor) -> Tensor:
     """Darken an image, (3, H, W) bytes, where its patches, (rows, columns), weigh less than the heaviest."""
-    light = 0.15 + 0.85 * weights / weights.max()
+    light = 0.15 + 0.85 * (weights / weights.max()).nan_to_num()  # Expert Choice may leave out all patches
     return (pixels * nn.functional.interpolate(light[None, None], pixels.shape[1:])[0]).byte()
 
 
