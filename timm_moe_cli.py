@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))["__version__"]  # without torch
+    parser.add_argument("--version", action="version", version=f"timm_moe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_options) in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
@@ -42,15 +43,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     elif others:
         commands.error(f"unrecognized arguments: {' '.join(others)}")
     return args
-
-
-class _Version(argparse.Action):
-    """Print the version without importing the package."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))["__version__"]
-        print(f"timm_moe {version}")
-        parser.exit()
 
 
 class _KeyValues(argparse.Action):
@@ -164,8 +156,8 @@ def _routes(parser: argparse.ArgumentParser) -> None:
     ignored = "value of mask pixels without a class (default: 255)"
     parser.add_argument("--ignore-index", type=int, metavar="N", help=ignored)
     threshold = (
-        "a layer is worth keeping if the mutual information of class and expert, divided by log E, exceeds that by "
-        "chance by this (default: %(default)s)"
+        "a layer is worth keeping if the mutual information of class and expert, divided by the entropy of the "
+        "expert, exceeds that by chance by this (default: %(default)s)"
     )
     parser.add_argument("--threshold", type=float, default=0.25, metavar="X", help=threshold)
     _add_overwrite(parser, "replace results in the folder")

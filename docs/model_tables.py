@@ -134,7 +134,7 @@ def papers_page(values: Sequence[float]) -> str:
     sections.append(_LEGEND)
     for paper, number in PAPERS.items():
         rows = [
-            [f.where, f"`{f.label}`", f.quantity.name, f.printed or "not legible", number_text(value), f.why(value)]
+            [f.where, f"`{f.label}`", f.quantity, f.printed or "not legible", number_text(value), f.why(value)]
             for f, value in zip(FIGURES, values, strict=True)
             if f.paper == paper
         ]

@@ -35,7 +35,6 @@ from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
 from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models, weightless_model
 from .model_config import get_pretrained_cfg, preprocessing
-from .papers.benefits import moe_benefits
 from .papers.norms import norm_divergence
 from .papers.papers import comparisons
 from .rivals import sampled_members
@@ -162,11 +161,17 @@ def _fewshot(args: argparse.Namespace) -> None:
 
 
 def _benefits(args: argparse.Namespace) -> None:
+    """Print the share of the accuracy gained by experts that a dense student keeps (OneS, arXiv 2201.10890, 4.1)."""
     accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
-    benefit = moe_benefits(**accuracies)
+    student, teacher, dense = accuracies.values()
+    if not teacher > dense:
+        raise ValueError(
+            f"The teacher's accuracy of {teacher:.2%} is not above the dense model's {dense:.2%}: its experts bring "
+            "nothing that a student could keep."
+        )
     for role, accuracy in accuracies.items():
         show(f"  {role:<8} top-1 {accuracy:7.2%}")
-    show(f"MoE benefits kept by the student: {benefit:.1%}")
+    show(f"MoE benefits kept by the student: {(student - dense) / (teacher - dense):.1%}")
 
 
 def _accuracy(source: str, args: argparse.Namespace) -> float:
@@ -179,7 +184,7 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
         if args.data_dir is None:
             raise ValueError(f"To measure {source} on images, name their folder with --data-dir.") from None
         images = image_folder(args.data_dir, args.split, args.class_map)
-        return 1 - evaluate([source], images, **_loading(args))["error"]
+        return evaluate([source], images, **_loading(args))["accuracy"]
     if not 0 <= accuracy <= 100:
         raise ValueError(f"An accuracy in percent lies between 0 and 100, got {source}.")
     return accuracy / 100
@@ -244,7 +249,7 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a result depends on."""
-    others = ("command", "output_dir", "json", "overwrite", "workers", "device", "amp_dtype", "version")
+    others = ("command", "output_dir", "json", "overwrite", "workers", "device")
     return {name: value for name, value in vars(args).items() if name not in others}
 
 

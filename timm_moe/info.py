@@ -11,8 +11,7 @@ from typing import Any
 import timm
 import torch
 from timm.models import model_entrypoint
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .convert.blocks import moe_layers
@@ -20,6 +19,7 @@ from .convert.dense import to_dense
 from .convert.find import ffn_paths
 from .layers import MoeMlp
 from .model_config import model_input_size, shown
+from .quick_init import quick_init
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,10 @@ def is_named_after_stock(name: str) -> bool:
     return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
 
 
-#: Methods by which initialisations set values.
-_SET_VALUES = (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_)
-
-
-class _WithoutValues(TorchFunctionMode):
-    """Within the block, skip changes of values on the meta device: there are none, but clamp_ takes milliseconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in _SET_VALUES and args[0].is_meta else func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def weightless() -> Iterator[None]:
     """Within the block, make models on the meta device, without memory for their weights."""
-    with torch.device("meta"), _WithoutValues():
+    with torch.device("meta"), quick_init():
         yield
 
 

@@ -22,7 +22,7 @@ from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.layers.experts import dropouts
-from timm_moe.rivals import sampled_members, sampling
+from timm_moe.rivals import sampled_members
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")
@@ -76,7 +76,7 @@ def test_one_classifier(splits, model, tmp_path):
     bins = np.ceil(p.max(1) * 15).astype(int)
     gaps = [abs((right[bins == b] - p.max(1)[bins == b]).sum()) for b in range(16)]
     assert (result.pop("images"), result.pop("members")) == (30, 1)
-    assert result.pop("error") == (~right).mean()
+    assert (result.pop("error"), result.pop("accuracy")) == ((~right).mean(), pytest.approx(right.mean()))
     assert result == pytest.approx(
         {"nll": nll(p, labels), "ece": sum(gaps) / 30, "brier": ((p - np.eye(5)[labels]) ** 2).sum(1).mean()}, rel=1e-5
     )
@@ -307,8 +307,7 @@ def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
         handles = [
             block.register_forward_hook(lambda _, inputs, output: rows.append(len(output))) for block in model.blocks
         ]
-        with sampling(model, "it", 3):
-            samples = model(x).unflatten(0, (4, 3))
+        samples = sampled_members(3)(model, "it", x)
         for handle in handles:
             handle.remove()
         assert rows == [4] * first + [12] * (4 - first)
@@ -317,8 +316,7 @@ def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
         for layer in moe_layers(model).values():
             for dropout in (layer.drop1, layer.drop2):
                 dropout.p = 1e-9  # as good as none: every sample is the model
-        with sampling(model, "it", 3):
-            torch.testing.assert_close(model(x).unflatten(0, (4, 3)), alone[:, None].expand(-1, 3, -1))
+        torch.testing.assert_close(sampled_members(3)(model, "it", x), alone[:, None].expand(-1, 3, -1))
 
 
 PIT = dict(base_dims=[8, 8, 8], depth=[1, 2, 1], heads=[1, 1, 1], num_classes=5)
@@ -349,14 +347,12 @@ def test_mc_dropout_of_models_that_branch(name, options, side):
     x = torch.randn(2, 3, side, side)
     with torch.no_grad():
         alone = model(x)
-        with sampling(model, "it", 3):
-            samples = model(x).unflatten(0, (2, 3))
+        samples = sampled_members(3)(model, "it", x)
         assert (samples[:, 0] != samples[:, 1]).any()
         for layer in moe_layers(model).values():
             for _, dropout in dropouts(layer):
                 dropout.p = 1e-9  # as good as none: every sample is the model
-        with sampling(model, "it", 3):
-            torch.testing.assert_close(model(x).unflatten(0, (2, 3)), alone[:, None].expand(-1, 3, -1))
+        torch.testing.assert_close(sampled_members(3)(model, "it", x), alone[:, None].expand(-1, 3, -1))
 
 
 def test_mc_dropout_is_evaluated_as_members(splits):

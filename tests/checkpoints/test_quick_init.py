@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
-from timm_moe.checkpoints.quick_init import quick_init
 from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.info import weightless_model
 from timm_moe.layers import EwaMlp
+from timm_moe.quick_init import quick_init
 
 
 def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():

@@ -164,9 +164,9 @@ def test_shared_expert_with_adapters_is_not_left_out():
 def test_averaging_refuses_trained_adapters(caplog):
     model = adapt(create()).train()
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
-    with pytest.raises(ValueError, match=r"has adapters, which cannot be averaged.*share_rate=0"):
+    with pytest.raises(ValueError, match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0"):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=3)
-    with pytest.raises(ValueError, match=r"has adapters, which cannot be averaged.*share_rate=0"):
+    with pytest.raises(ValueError, match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0"):
         create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     gradients(model, images_for("vit_tiny_ewa_moe"))
     with caplog.at_level(logging.WARNING, "timm_moe"):

@@ -304,7 +304,7 @@ def test_compiled_as_one_graph(name):
 @pytest.mark.parametrize("make", [parametrized_bias, patched])
 def test_what_is_done_to_one_module_is_not_lost(make):
     torch.manual_seed(0)
-    assert grouped_form(make(), 4) is None
+    assert grouped_form(make()) is None
 
 
 def test_what_becomes_of_no_rows_stays_inside():

@@ -184,7 +184,7 @@ def test_info_shows_the_figures_of_a_model(capsys):
     rows = [(figure, f"    {figure.where:<20}") for figure in FIGURES if figure.model == "vimoe_s14"]
     assert len(lines) == start + 1 + len(rows)
     for line, (figure, label) in zip(lines[start + 1 :], rows, strict=True):
-        assert line.startswith(f"{label} {figure.quantity.name}: {figure.printed}, here ")
+        assert line.startswith(f"{label} {figure.quantity}: {figure.printed}, here ")
     assert "    table 1              parameters (M): 38.6, here 38.562" in lines
     assert "    table 1              parameters (M): 27.9, here 27.925 with num_experts=2 moe_layers=tail-5" in lines
 

@@ -171,7 +171,10 @@ def refusals(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     pruned = make()
     torch.nn.utils.prune.random_unstructured(pruned.blocks[1].mlp.fc2, "weight", 0.5)
-    with pytest.raises(ValueError, match=r"^blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "):
+    message = (
+        r"^fc2\.weight of the experts in blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "
+    )
+    with pytest.raises(ValueError, match=message):
         timm_moe.parallelize_experts(pruned, mesh)
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
     model = make()

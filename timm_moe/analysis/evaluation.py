@@ -20,6 +20,7 @@ LABELS = {
     "images": ("images", "{:,}"),
     "members": ("members", "{:,}"),
     "nll": ("NLL", "{:.4f}"),
+    "accuracy": ("top-1 accuracy", "{:.2%}"),
     "error": ("error", "{:.2%}"),
     "ece": ("ECE, 15 bins", "{:.4f}"),
     "brier": ("Brier score", "{:.4f}"),
@@ -65,7 +66,7 @@ def evaluate(
         members: gives the members of a model, if not its own, as :func:`timm_moe.rivals.sampled_members`.
 
     Returns:
-        The first six numbers of :data:`LABELS`; of several members the next six, means over members or their pairs;
+        The first seven numbers of :data:`LABELS`; of several members the next six, means over members or their pairs;
         with other images the last three. Errors and rates are shares, NLL and KL are in nats.
 
     Raises:
@@ -133,6 +134,7 @@ class Figures:
             for name in ("auroc", "fpr_at_95"):
                 found[name].update(scores, torch.arange(len(scores)) < len(self.confidence))
         values |= {name: metric.compute().item() for name, metric in found.items()}
+        values["accuracy"] = 1 - values["error"]
         return {name: values[name] for name in LABELS if name in values}
 
 
@@ -166,11 +168,6 @@ def confidence(log_p_BMC: Tensor) -> Tensor:
 
 
 def table(result: dict[str, float]) -> str:
-    """Write a line for each number, with the accuracy before the error."""
-    lines = []
-    for name, value in result.items():
-        label, layout = LABELS[name]
-        if name == "error":
-            lines.append(f"  {'top-1 accuracy':<24} {layout.format(1 - value)}")
-        lines.append(f"  {label:<24} {layout.format(value)}")
-    return "\n".join(lines)
+    """Write a line for each number."""
+    rows = ((*LABELS[name], value) for name, value in result.items())
+    return "\n".join(f"  {label:<24} {layout.format(value)}" for label, layout, value in rows)

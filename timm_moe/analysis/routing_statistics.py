@@ -154,13 +154,9 @@ class Routes:
         count_E = self.count_IME.sum((0, 1)).double()
         return count_E / count_E.sum().clamp(min=1)
 
-    def count_CE(self) -> Tensor:
-        """Choices of each class for each expert."""
-        return self._count_MCE(self.labels).sum(0)
-
     def share_CE(self) -> Tensor:
         """Share of a class's choices that went to each expert; rows sum to 1."""
-        count_CE = self.count_CE()
+        count_CE = self._count_MCE(self.labels).sum(0)
         return count_CE / count_CE.sum(1, keepdim=True).clamp(min=1)
 
     def images(self) -> int:

@@ -31,8 +31,8 @@ from ..model_config import (
     shown,
     state_preprocessing,
 )
+from ..quick_init import bounded_work, quick_init
 from .harmless import HARMLESS
-from .quick_init import bounded_work, quick_init
 from .stated import SOURCE_PREFIXES, Blueprint, args_of_import, args_of_train_py, check_arguments, read_config
 
 _logger = logging.getLogger(__name__)
@@ -133,9 +133,6 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     state_dict = _state_dict(checkpoint, path, use_ema)
     with _train_args_of(path):
         train_args = args_of_train_py(checkpoint) or ({} if spec.name else args_of_import(path))
-    name = spec.name or _stated_name(train_args, path)
-    blueprint = _blueprint(name, spec)
-    with _train_args_of(path):
         input_size = train_args.get("input_size")
         used = {  # by train.py to create the model
             "num_classes": train_args.get("num_classes"),
@@ -145,6 +142,8 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
             **(train_args.get("model_kwargs") or {}),
         }
         stated = {name: value for name, value in used.items() if name not in spec.args()}
+    name = spec.name or _stated_name(train_args, path)
+    blueprint = _blueprint(name, spec)
     check_arguments(blueprint.architecture, stated, path)
     args = {**stated, **spec.args()}
     try:
@@ -342,11 +341,8 @@ def _sketch(blueprint: Blueprint, args: dict[str, Any], state_dict: dict[str, Te
     Args:
         origin: file that states some of the arguments; None if all are the user's, which may be anything.
     """
-    held: dict[int, int] = {}
-    for tensor in state_dict.values():  # it may repeat one number, or be another's
-        storage = tensor.untyped_storage()
-        held[storage.data_ptr()] = min(storage.nbytes(), held.get(storage.data_ptr(), 0) + tensor.nbytes)
-    size = sum(held.values())
+    storages = [tensor.untyped_storage() for tensor in state_dict.values()]  # one may be that of several tensors
+    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     for name, value in {**blueprint.args, **args}.items() if origin else ():
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, (int, float)) and number > size:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 
 from ..models.swin_moe import VARIANTS
 from .source import read_checkpoint
-from .vmoe import ImportedModel, require_finite, require_output, write_imported
+from .vmoe import ImportedModel, require_finite, require_fit, require_output, write_imported
 
 Tensors = dict[str, Tensor]
 
@@ -34,11 +33,6 @@ _ROUTER = {
 _PARTS = ("fc1_w", "fc1_bias", "fc2_w")
 #: Buffers that timm computes, and what the position biases and the number of experts are computed from.
 _COMPUTED = re.compile(r"\.(relative_position_index|relative_coords_table|attn_mask|cpb_mlp\.\S+|_num_global_experts)$")
-#: Widths and heads of the published sizes.
-_SIZES: dict[str, dict[str, Any]] = {
-    "small": dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24)),
-    "base": dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32)),
-}
 
 
 def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
@@ -63,15 +57,7 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
     except (LookupError, TypeError, ArithmeticError, RuntimeError) as error:
         raise ValueError("The checkpoint's arrays have other names or shapes than a Swin-MoE's.") from error
     require_finite(state_dict)
-    with torch.device("meta"):
-        expected = timm.create_model(name, **kwargs).state_dict()
-    for key in sorted(expected.keys() ^ state_dict.keys()):
-        reason = "is missing from the checkpoint" if key in expected else "has no place in a Swin-MoE"
-        raise ValueError(f"The array {key} {reason}.")
-    for key, tensor in expected.items():
-        if state_dict[key].shape != tensor.shape:
-            found = f"{key} should be {tuple(tensor.shape)}, it is {tuple(state_dict[key].shape)}"
-            raise ValueError(f"The checkpoint fits no Swin-MoE: {found}.")
+    require_fit(state_dict, name, kwargs, "Swin-MoE")
     return write_imported(output, overwrite, name, kwargs, state_dict)
 
 
@@ -91,7 +77,7 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     heads = tuple(len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths)))
     embed_dim, in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in range(3))
     size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
-    known = next((name for name, of_size in _SIZES.items() if size == of_size), None)
+    known = {96: "small", 128: "base"}.get(embed_dim) if depths == (2, 2, 18, 2) else None
     window_size = (rest["layers.0.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
     windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))  # of shifted windows; a single one has no mask
     kwargs: dict[str, Any] = dict(img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size)

@@ -106,13 +106,20 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in paths)
             raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
-    name, kwargs = model_from_flax(params)
-    expected = weightless_model(name, **kwargs).state_dict()
-    for name, tensor in expected.items():
-        if name not in state_dict or state_dict[name].shape != tensor.shape:
-            found = tuple(state_dict[name].shape) if name in state_dict else "missing"
-            raise ValueError(f"The checkpoint fits no V-MoE: {name} should be {tuple(tensor.shape)}, it is {found}.")
+    require_fit(state_dict, *model_from_flax(params), "V-MoE")
     return state_dict
+
+
+def require_fit(state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, Any], family: str) -> None:
+    """Raise ValueError unless tensors have the names and shapes of a model's."""
+    expected = weightless_model(name, **kwargs).state_dict()
+    for key in sorted(expected.keys() ^ state_dict.keys()):
+        reason = "is missing from the checkpoint" if key in expected else f"has no place in a {family}"
+        raise ValueError(f"The array {key} {reason}.")
+    for key, tensor in expected.items():
+        if state_dict[key].shape != tensor.shape:
+            found = f"{key} should be {tuple(tensor.shape)}, it is {tuple(state_dict[key].shape)}"
+            raise ValueError(f"The checkpoint fits no {family}: {found}.")
 
 
 def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -29,10 +29,6 @@ LATER = ("router", "shared", "shared_init")
 class StackedParameters(nn.Module):
     """Holds parameters stacked over E experts."""
 
-    def __init__(self, num_experts: int):
-        super().__init__()
-        self.num_experts = num_experts
-
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for name, parameter in self.named_parameters(recurse=False):
             loaded = state_dict.get(prefix + name)
@@ -100,7 +96,8 @@ class Experts(StackedParameters):
         expert_dropout: float | None = None,
         expert_width: float = 1,
     ):
-        super().__init__(num_experts)
+        super().__init__()
+        self.num_experts = num_experts
         self.expert_init = expert_init
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
@@ -108,7 +105,7 @@ class Experts(StackedParameters):
         # The dense network without weights. It is not a submodule, so that its parameters are not listed.
         memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()}
         object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
-        object.__setattr__(self, "_grouped", grouped_form(self._ffn, num_experts))
+        object.__setattr__(self, "_grouped", grouped_form(self._ffn))
         self._units = HiddenUnits(self._ffn, expert_width, is_needed=expert_init == "drop")
         self.parts = self._units.parts
         self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
@@ -165,7 +162,7 @@ class Experts(StackedParameters):
                 self._shared.append(inside)
                 into.add_module(name, self._ffn.get_submodule(inside))
             else:
-                into.add_module(name, Stacked(self.num_experts))
+                into.add_module(name, Stacked())
                 self._stack(child, into.get_submodule(name), initial, inside)
 
     def _dense_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
@@ -224,12 +221,19 @@ class Experts(StackedParameters):
         self._require_merged(self.adapted())
         return {name: self._units.join(name, stacked.detach()) for name, stacked in self.expert_weights().items()}
 
-    def _require_merged(self, adapted: list[str]) -> None:
-        if adapted:
+    def require_plain(self, consequence: str) -> None:
+        """Raise ValueError if experts have adapters, or weights that are computed from other parameters (pruned)."""
+        experts = self.named_expert_parameters()
+        computed = [name for name, stacked in experts if not isinstance(stacked, nn.Parameter)]
+        self._require_merged([*computed, *self.adapted()], consequence)
+
+    def _require_merged(self, names: list[str], consequence: str = "would be left out") -> None:
+        if names:
             raise ValueError(
-                f"{adapted[0]} of the experts in {self.path or 'an expert layer'} has adapters or computed weights, "
-                "which would be left out: merge first, model = model.merge_and_unload(), or take off what computes "
-                "them, as torch.nn.utils.prune.remove does."
+                f"{names[0]} of the experts in {self.path or 'an expert layer'} has adapters or computed weights, "
+                f"which {consequence}: merge adapters first, model = model.merge_and_unload(), or take off what "
+                "computes weights (torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm, "
+                "parametrize.remove_parametrizations)."
             )
 
     @property

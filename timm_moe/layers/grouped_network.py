@@ -17,19 +17,17 @@ _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
 
 
 class _Grouped(nn.Module):
-    """Base of modules with stacked weights, and the ends of the experts' runs: placeholders that a call fills in."""
+    """Base of modules with places for stacked weights and the ends of the experts' runs, which a call fills in."""
 
     end: Tensor
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, module: nn.Module, num_experts: int):
+    def __init__(self) -> None:
         super().__init__()
         for name in ("weight", "bias"):
-            parameter = module._parameters.get(name)
-            stacked = None if parameter is None else nn.Parameter(parameter.expand(num_experts, *parameter.shape))
-            self.register_parameter(name, stacked)
-        self.register_buffer("end", torch.empty(num_experts, device="meta", dtype=torch.long))
+            self.register_parameter(name, None)
+        self.register_buffer("end", None)
 
 
 class GroupedLinear(_Grouped):
@@ -48,8 +46,8 @@ class GroupedLinear(_Grouped):
 class GroupedNorm(_Grouped):
     plain: nn.Module  # the norm without weights
 
-    def __init__(self, module: nn.Module, num_experts: int):
-        super().__init__(module, num_experts)
+    def __init__(self, module: nn.Module):
+        super().__init__()
         plain = copy.copy(module)
         plain._parameters = dict.fromkeys(module._parameters)
         object.__setattr__(self, "plain", plain)  # not a submodule, as a call replaces nothing in it
@@ -66,19 +64,19 @@ class GroupedNorm(_Grouped):
         return stacked_EH.unsqueeze(1) if x.ndim == 3 else spread_over_rows(stacked_EH, self.end, len(x))
 
 
-def grouped_form(ffn: nn.Module, num_experts: int) -> nn.Module | None:
+def grouped_form(ffn: nn.Module) -> nn.Module | None:
     """The network with grouped modules instead of its linear layers and norms.
 
     It maps each row by itself; modules without weights, such as dropouts, are shared. None if a module is not from a
     known library, has hooks or other weights, or chooses among its submodules: such a network runs expert by expert.
     """
     try:
-        return _replace(ffn, num_experts)
+        return _replace(ffn)
     except KeyError:
         return None
 
 
-def _replace(module: nn.Module, num_experts: int) -> nn.Module:
+def _replace(module: nn.Module) -> nn.Module:
     """The grouped form of a module; KeyError if there is no such form."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(hooks) or "forward" in vars(module):
@@ -88,13 +86,11 @@ def _replace(module: nn.Module, num_experts: int) -> nn.Module:
     places = {type(module).__module__, type(module).forward.__module__}  # users patch classes
     is_known = all(place.partition(".")[0] in _LIBRARIES for place in places)
     if type(module) is nn.Linear:
-        return GroupedLinear(module, num_experts)
+        return GroupedLinear()
     if is_known and type(module).__name__ in _NORMS:
-        return GroupedNorm(module, num_experts)
+        return GroupedNorm(module)
     if not is_known or module._parameters or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise KeyError(module)
     copied = copy.copy(module)
-    copied._modules = {
-        name: None if child is None else _replace(child, num_experts) for name, child in module._modules.items()
-    }
+    copied._modules = {name: None if child is None else _replace(child) for name, child in module._modules.items()}
     return copied

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
 from ..layers import ensemble_log_probabilities, tile
-from .registration import Variant, cfgs_of, register_variants, vmoe_variants
+from .registration import Variant, register_variants, vmoe_variants
 from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit
 
 __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints
@@ -121,8 +121,6 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
 #: pBE in fine-tuning (section 4.2, table 5): 2 members with 16 experts each, a token of each goes to 1.
 _PBE = {**VMOE, **dict(ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
 _VARIANTS = vmoe_variants("vmoe_pbe", "pBE in V-MoE", _PBE)
-
-default_cfgs = cfgs_of(_VARIANTS)
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

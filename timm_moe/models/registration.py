@@ -36,18 +36,14 @@ class Variant(NamedTuple):
     args: dict[str, Any]
     #: Arguments that the exported model needs too: timm has no model of this size, and no weights for it.
     own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
+    cfg: dict[str, Any] = {}  # noqa: RUF012  # entries of the stock's pretrained configs that differ
 
     def cfgs(self, name: str) -> dict[str, Any]:
-        """Return the entries of ``default_cfgs`` for the model of this name."""
-        if self.own_size:
-            return {name: VMOE_S_CFG}
+        """Return the pretrained configs of the model of this name, by name and tag."""
         size = self.args.get("img_size")
-        changes: dict[str, Any] = {"input_size": (3, size, size)} if size else {}
-        # The Hub's weights are in timm's own format; the .npz originals behind `url` are not needed.
-        return {
-            f"{name}.{cfg.tag}" if cfg.tag else name: replace(cfg, url="", custom_load=False, **changes)
-            for cfg in get_arch_pretrained_cfgs(self.stock).values()
-        }
+        changes: dict[str, Any] = {**({"input_size": (3, size, size)} if size else {}), **self.cfg}
+        stock = {} if self.own_size else cfgs_like(self.stock, name, **changes)
+        return stock or {name: VMOE_S_CFG}
 
 
 def of_size(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
@@ -69,11 +65,14 @@ def vmoe_variants(prefix: str, model: str, options: dict[str, Any], with_huge: b
     }
 
 
-def cfgs_of(variants: Mapping[str, Variant]) -> Any:
-    """Return the ``default_cfgs`` of a module that registers these variants."""
-    return generate_default_cfgs(
-        {tagged: cfg for name, variant in variants.items() for tagged, cfg in variant.cfgs(name).items()}
-    )
+def cfgs_like(stock: str, name: str, **changes: Any) -> dict[str, Any]:
+    """Return the pretrained configs of a model of timm, if it has any, for a model of another name."""
+    cfgs = {}
+    for cfg in get_arch_pretrained_cfgs(stock).values():
+        if cfg.custom_load:  # the Hub's weights are in timm's own format: no need for the .npz originals behind the URL
+            cfg.url, cfg.custom_load = "", False
+        cfgs[f"{name}.{cfg.tag}" if cfg.tag else name] = replace(cfg, **changes)
+    return cfgs
 
 
 def create_vit(
@@ -93,11 +92,17 @@ def create_vit(
 def register_variants(module: str, variants: Mapping[str, Variant], create: Callable[..., nn.Module]) -> None:
     """Register variants for their module; ``create`` takes a name, the variant, ``pretrained`` and ``kwargs``."""
     for name, variant in variants.items():
-        register(module, name, variant.description, partial(create, name, variant))
+        register(module, name, variant.description, partial(create, name, variant), variant.cfgs(name))
 
 
-def register(module: str, name: str, description: str, create: Callable[[bool, dict[str, Any]], nn.Module]) -> None:
-    """Register ``create(pretrained, kwargs)`` with timm's factory, in a module whose ``default_cfgs`` has the model."""
+def register(
+    module: str,
+    name: str,
+    description: str,
+    create: Callable[[bool, dict[str, Any]], nn.Module],
+    cfgs: dict[str, Any],
+) -> None:
+    """Register ``create(pretrained, kwargs)`` with timm's factory for a module, with its pretrained configs."""
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(pretrained, kwargs)
@@ -105,4 +110,6 @@ def register(module: str, name: str, description: str, create: Callable[[bool, d
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__module__ = module
     entrypoint.__doc__ = description
-    setattr(sys.modules[module], name, register_model(entrypoint))
+    place = vars(sys.modules[module])
+    place.setdefault("default_cfgs", {}).update(generate_default_cfgs(cfgs))
+    place[name] = register_model(entrypoint)

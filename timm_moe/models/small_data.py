@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, pit, swin_transformer
+from timm.models import build_model_with_cfg, pit, swin_transformer
 from timm.models import vision_transformer as vit
 from timm.models.pit import PoolingVisionTransformer
 from timm.models.swin_transformer import SwinTransformer
@@ -187,10 +187,6 @@ _T2T = Family(
     vit.checkpoint_filter_fn,
     dict(feature_cls="getter", out_indices=3),
 )
-_FAMILIES = (_VIT, _PIT, _SWIN, _T2T)
-
-_cfgs = {name: family.cfg for family in _FAMILIES for name in (family.dense, f"{family.dense}_ewa_moe")}
-default_cfgs = generate_default_cfgs({**_cfgs, "vit_xtiny_moe": _CIFAR100})
 
 
 def _create(family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -213,8 +209,11 @@ def _create(family: Family, name: str, moe_args: dict[str, Any], pretrained: boo
     return model
 
 
-for _family in _FAMILIES:
-    _dense, _ewa = _family.dense, f"{_family.dense}_ewa_moe"
-    register(__name__, _dense, _family.description, partial(_create, _family, _dense, {}))
-    register(__name__, _ewa, f"EWA {_family.description}", partial(_create, _family, _ewa, {}))
-register(__name__, "vit_xtiny_moe", "Naive MoE ViT-XT/4 at 32 px.", partial(_create, _VIT, "vit_xtiny_moe", NAIVE))
+def _register(family: Family, name: str, description: str, **moe_args: Any) -> None:
+    register(__name__, name, description, partial(_create, family, name, moe_args), {name: family.cfg})
+
+
+for _family in (_VIT, _PIT, _SWIN, _T2T):
+    _register(_family, _family.dense, _family.description)
+    _register(_family, f"{_family.dense}_ewa_moe", f"EWA {_family.description}")
+_register(_VIT, "vit_xtiny_moe", "Naive MoE ViT-XT/4 at 32 px.", **NAIVE)

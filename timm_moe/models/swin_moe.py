@@ -1,9 +1,8 @@
 """Swin-MoE (Tutel, arXiv 2206.03382): timm's SwinTransformer with routed experts in its last two stages."""
 
-from dataclasses import replace
 from typing import Any
 
-from timm.models import generate_default_cfgs, model_entrypoint
+from timm.models import model_entrypoint
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
@@ -65,7 +64,8 @@ _SWIN_MOE: dict[str, Any] = {
 def _variant(description: str, size: str, num_experts: int, **options: Any) -> Variant:
     # Tutel's capacity is a multiple of the processes that share an expert; the reference trained with 32.
     args = {**_SIZE, **_SWIN_MOE, "num_experts": num_experts, "capacity_multiple": 32 // num_experts, **options}
-    return Variant(description, f"swin_{size}_patch4_window7_224", args)
+    cfg = dict(pool_size=(6, 6), crop_pct=0.875)  # as the reference evaluates
+    return Variant(description, f"swin_{size}_patch4_window7_224", args, cfg=cfg)
 
 
 VARIANTS = {
@@ -77,13 +77,6 @@ VARIANTS = {
     ),
     "swin_moe_base_patch4_window12_192_16e": _variant("Swin-MoE-B, 16 experts.", "base", 16),
 }
-default_cfgs = generate_default_cfgs(
-    {
-        tagged: replace(cfg, pool_size=(6, 6), crop_pct=0.875)  # as the reference evaluates
-        for name, variant in VARIANTS.items()
-        for tagged, cfg in variant.cfgs(name).items()
-    }
-)
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

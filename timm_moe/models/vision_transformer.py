@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers.checks import check_flag
 from .mixin import MoeMixin, note_dense_form
-from .registration import Variant, cfgs_of, create_vit, of_size, register_variants, vmoe_variants
+from .registration import Variant, create_vit, of_size, register_variants, vmoe_variants
 
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 
@@ -98,8 +98,6 @@ _VARIANTS = {
     "soft_moe_l16": _soft_moe("Soft MoE-L/16.", "large", 16, moe_layers="tail-12"),
     "soft_moe_h14": _soft_moe("Soft MoE-H/14.", "huge", 14, num_experts=256, moe_layers="tail-16"),
 }
-
-default_cfgs = cfgs_of(_VARIANTS)
 
 
 def create_moe_vit(

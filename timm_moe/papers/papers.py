@@ -30,21 +30,13 @@ PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", 
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """A size or cost of a model."""
-
-    name: str  #: with its unit
-    measure: Callable[..., float]  #: takes the registered name of a model and arguments of ``timm.create_model``
-
-
-@dataclass(frozen=True)
 class Figure:
     """A number that a paper prints about a model."""
 
     paper: str  #: a key of :data:`PAPERS`
     where: str  #: the place in it
     model: str  #: registered name
-    quantity: Quantity
+    quantity: str  #: the size or cost that it is, with its unit
     printed: str | None  #: the number as printed; None if the copy at hand is not legible
     options: dict[str, Any] = field(default_factory=dict)  #: arguments of ``timm.create_model`` for the paper's model
     reason: str = ""  #: explains another number of the model
@@ -57,7 +49,7 @@ class Figure:
 
     def measure(self) -> float:
         """Measure the model."""
-        return self.quantity.measure(self.model, **self.options)
+        return _measured(self.quantity, self.model, self.options)
 
     def agrees(self, value: float) -> bool:
         """Tell whether a value with the printed digits is the paper's number."""
@@ -111,11 +103,6 @@ def _training_cost(name: str, **options: Any) -> float:
     return training_flops(weightless_model(name, **options)) / 2**30
 
 
-def _over(copies: int, reference: str, name: str, **options: Any) -> float:
-    """Compare training cost with one or more copies of another model with the same options."""
-    return 100 * (_training_cost(name, **options) / (copies * _training_cost(reference, **options)) - 1)
-
-
 #: Measurements of a module, which they may change.
 _OF_MODULE: dict[str, Callable[[Any], float]] = {
     "parameters (M)": lambda model: parameters(model) / 1e6,
@@ -134,14 +121,17 @@ _OF_MODULE: dict[str, Callable[[Any], float]] = {
 }
 
 
-def _quantity(name: str) -> Quantity:
-    if name == "training cost (2^30 operations)":
-        return Quantity(name, _training_cost)
-    if over := re.fullmatch(r"training cost over (\d) (\w+) \(%\)", name):
-        return Quantity(name, partial(_over, int(over[1]), over[2]))
-    reached = re.fullmatch(r"activated parameters \(M\), (.+) routed experts reached", name)
-    measure = partial(_reached, experts=float(reached[1])) if reached else _OF_MODULE[name]
-    return Quantity(name, lambda model, **options: measure(weightless_model(model, **options)))
+def _measured(quantity: str, name: str, options: dict[str, Any]) -> float:
+    """Measure a quantity of a registered model with options of ``timm.create_model``."""
+    if quantity == "training cost (2^30 operations)":
+        return _training_cost(name, **options)
+    if over := re.fullmatch(r"training cost over (\d) (\w+) \(%\)", quantity):
+        others = int(over[1]) * _training_cost(over[2], **options)
+        return 100 * (_training_cost(name, **options) / others - 1)
+    model = weightless_model(name, **options)
+    if reached := re.fullmatch(r"activated parameters \(M\), (.+) routed experts reached", quantity):
+        return _reached(model, float(reached[1]))
+    return _OF_MODULE[quantity](model)
 
 
 def _figure(row: dict[str, str]) -> Figure:
@@ -149,7 +139,7 @@ def _figure(row: dict[str, str]) -> Figure:
     stated, printed = Namespace(), row["printed"]
     ParseKwargs(["--"], "options")(ArgumentParser(), stated, row["options"].split())
     return Figure(
-        *(row["paper"], row["where"], row["model"], _quantity(row["quantity"])),
+        *(row["paper"], row["where"], row["model"], row["quantity"]),
         printed=printed.removesuffix("…") or None,
         options=stated.options,
         reason=row["reason"],
@@ -178,7 +168,7 @@ def comparisons(model: str) -> Iterator[tuple[str, str]]:
         for figure in of_paper:
             value = figure.measure()
             options = figure.label.removeprefix(name)
-            text = f"{figure.quantity.name}: {figure.printed or 'not legible'}, here {number_text(value)}"
+            text = f"{figure.quantity}: {figure.printed or 'not legible'}, here {number_text(value)}"
             text += f" with{options}" if options else ""
             yield f"  {figure.where}", text + (f"; {figure.why(value)}" if figure.why(value) else "")
 

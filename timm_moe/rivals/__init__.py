@@ -2,7 +2,7 @@
 
 from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer, scale_learning_rates
 from .fused import FusedMlp, Fusion
-from .mc_dropout import sampled_members, sampling
+from .mc_dropout import sampled_members
 from .mimo import MimoMoeVisionTransformer, MimoVisionTransformer
 from .switch_ema import SwitchEma
 
@@ -15,6 +15,5 @@ __all__ = [
     "MimoVisionTransformer",
     "SwitchEma",
     "sampled_members",
-    "sampling",
     "scale_learning_rates",
 ]

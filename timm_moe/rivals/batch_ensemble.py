@@ -18,7 +18,7 @@ from ..convert.blocks import select_blocks
 from ..layers.checks import check_choice, check_integer, check_number
 from ..layers.functional import kept_whole
 from ..models.ensemble import MembersMixin
-from ..models.registration import cfgs_of, create_vit, register_variants, vmoe_variants
+from ..models.registration import create_vit, register_variants, vmoe_variants
 from ..models.vision_transformer import PreLogitsVisionTransformer
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
@@ -177,5 +177,4 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
 
 
 _VARIANTS = vmoe_variants("vit_be", "Batch ensemble in ViT", {}, with_huge=False)
-default_cfgs = cfgs_of(_VARIANTS)
 register_variants(__name__, _VARIANTS, partial(create_vit, BatchEnsembleVisionTransformer))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..layers.checks import check_integer, check_number
 from ..models.ensemble import as_one_classifier
 from ..models.mixin import MoeMixin
-from ..models.registration import Variant, cfgs_of, create_vit, register_variants, vmoe_variants
+from ..models.registration import Variant, create_vit, register_variants, vmoe_variants
 from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
@@ -158,8 +158,6 @@ class MimoMoeVisionTransformer(MimoMixin, MoeVisionTransformer):
 _VMOE = {**VMOE, **dict(top_k=2, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
 _DENSE = vmoe_variants("vit_mimo", "MIMO in ViT", {}, with_huge=False)
 _SPARSE = vmoe_variants("vmoe_mimo", "MIMO in V-MoE", _VMOE, with_huge=False)
-
-default_cfgs = cfgs_of({**_DENSE, **_SPARSE})
 
 
 def _create_sparse(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

@@ -129,16 +129,7 @@ def state_updates(optimizer: Optimizer, updates: int) -> None:
 def _averageable(layer: MoeMlp) -> list[Tensor]:
     """The stacked parameters of a layer, (E, ...); ValueError if one cannot be averaged in place."""
     experts = whole_experts(layer)
-    computed = [name for name, stacked in experts.items() if not isinstance(stacked, nn.Parameter)]
-    adapted = layer.adapted()
-    if computed or adapted:
-        name, what = (computed[0], "is computed from other parameters") if computed else (adapted[0], "has adapters")
-        raise ValueError(
-            f"{name} of the experts in {layer.path or 'an expert layer'} {what}, which cannot be averaged: take the "
-            "pruning or norm off (torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm, "
-            "parametrize.remove_parametrizations), merge adapters, model = model.merge_and_unload(), or train without "
-            "averaging (share_rate=0)."
-        )
+    layer.require_plain("cannot be averaged (share_rate=0 trains without averaging)")
     for stacked in experts.values():
         if is_spread(stacked) and stacked.itemsize < 4:
             raise ValueError(

@@ -47,11 +47,7 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
                 f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} experts in {name}: take "
                 f"a dimension of the mesh whose size divides {layer.num_experts}."
             )
-        if layer.adapted() or not all(isinstance(p, nn.Parameter) for _, p in layer.named_expert_parameters()):
-            raise ValueError(
-                f"{name} has adapters or computed weights, which cannot be spread: merge the adapters first, or take "
-                "off what computes them, as torch.nn.utils.prune.remove does."
-            )
+        layer.require_plain("cannot be spread")
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             raise ValueError(f"{name} is sharded or parallelized already: call parallelize_experts once, and first.")
     for layer in layers.values():

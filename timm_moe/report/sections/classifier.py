@@ -29,8 +29,6 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
     for name, (label, layout) in LABELS.items():
         cells = [layout.format(seen.figures[name]) if name in seen.figures else "" for seen in observations.values()]
         table += [[label, *cells]] if any(cells) else []
-        if name == "error":
-            table.append(["top-1 accuracy", *(f"{1 - seen.figures[name]:.2%}" for seen in observations.values())])
     reliable, sure, confidences, confused = [], [], [], []
     for name, seen in observations.items():
         reliable += _reliability(name, seen)
