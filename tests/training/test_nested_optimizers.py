@@ -12,6 +12,7 @@ from timm.scheduler import create_scheduler_v2
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
+from timm_moe.training.averaging import average_
 
 
 class SAM(torch.optim.Optimizer):
@@ -78,6 +79,10 @@ def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
         step(ewa_vit, optimizer, update)
         step(reference, by_itself, update)
         timm_moe.average_experts_(reference, 0.3 * (update + 1) / 5)
+        states = getattr(by_itself.base_optimizer, "_base_optimizer", by_itself.base_optimizer).state
+        for stacked in timm_moe.expert_parameters(reference).values():
+            if "lookahead_slow_buff" in states[stacked]:
+                average_(states[stacked]["lookahead_slow_buff"], 0.3 * (update + 1) / 5)
         assert averaging.updates == update + 1
         for a, b in zip(ewa_vit.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a, b)

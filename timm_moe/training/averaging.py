@@ -32,8 +32,8 @@ _logger = logging.getLogger(__name__)
 UPDATES = "ewa_updates"
 
 #: Weights that optimizers keep in a parameter's state, by an entry that tells the optimizer: schedule-free ones,
-#: MADGRAD (a start, and the sum of the steps from there).
-OWN_WEIGHTS = {"z": ("x", "y", "z"), "x0": ("x0", "s")}
+#: MADGRAD (a start, and the sum of the steps from there), Lookahead.
+OWN_WEIGHTS = {"z": ("x", "y", "z"), "x0": ("x0", "s"), "lookahead_slow_buff": ("lookahead_slow_buff",)}
 #: Entries of each expert that are averaged at a time on CPUs.
 _BLOCK = 2**17
 
