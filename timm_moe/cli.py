@@ -249,7 +249,9 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a result depends on."""
-    others = ("command", "output_dir", "json", "overwrite", "workers", "device")
+    others = ["command", "output_dir", "json", "overwrite", "workers", "device"]
+    if not args.amp:
+        others.append("amp_dtype")
     return {name: value for name, value in vars(args).items() if name not in others}
 
 

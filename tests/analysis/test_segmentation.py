@@ -110,6 +110,7 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     assert patches < len(images) * model.patch_embed.num_patches
     assert routes.layer == path
     assert routes.classes == NAMES
+    assert routes.count_IME.sum() == expected.sum()
     torch.testing.assert_close(routes.share_CE(), expected / expected.sum(1, keepdim=True).clamp(min=1))
     assert summarize(routes, 0.1)["experts_per_image"] == pytest.approx(np.mean(different))
     assert (routes.images(), len(routes.labels)) == (len(images), patches)

@@ -77,7 +77,8 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     heads = tuple(len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths)))
     embed_dim, in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in range(3))
     size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
-    known = {96: "small", 128: "base"}.get(embed_dim) if depths == (2, 2, 18, 2) else None
+    published = dict(size, depths=(2, 2, 18, 2), num_heads=tuple(embed_dim // 32 * 2**stage for stage in range(4)))
+    known = {96: "small", 128: "base"}.get(embed_dim) if size == published else None
     window_size = (rest["layers.0.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
     windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))  # of shifted windows; a single one has no mask
     kwargs: dict[str, Any] = dict(img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size)

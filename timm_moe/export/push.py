@@ -306,11 +306,13 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
     if revision is not None and not destination.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     last = api.model_info(repo_id, revision=revision, timeout=PATIENCE)
-    stale = {file.rfilename for file in last.siblings or ()} & {*ADAPTERS}  # of an older model
+    stale = sorted({file.rfilename for file in last.siblings or ()} & {*ADAPTERS})
+    if stale:
+        _logger.info("Deleting %s, which transformers would apply to the new model ...", " and ".join(stale))
     # upload_folder may spread its files over several commits
     commit = api.create_commit(
         repo_id,
-        [*(CommitOperationAdd(name, file) for name, file in files.items()), *map(CommitOperationDelete, sorted(stale))],
+        [*(CommitOperationAdd(name, file) for name, file in files.items()), *map(CommitOperationDelete, stale)],
         commit_message="Add model",
         revision=revision,
         create_pr=destination.create_pr,

@@ -43,7 +43,6 @@ class MoeMlp(Experts):
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
         forwards_since_step: training forwards since the last step of an optimizer that trains the layer.
         padding: (...) boolean, true for the rows of the next x that are no tokens; the model's blocks set it.
-        router_lacks_values: whether the router came from the meta device, and no values were loaded or drawn since.
     """
 
     deploys_dense: ClassVar[bool] = False
@@ -54,7 +53,6 @@ class MoeMlp(Experts):
     forwards_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
-    router_lacks_values = False
 
     def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, num_experts, expert_init, **options)
@@ -81,35 +79,42 @@ class MoeMlp(Experts):
             )
         if self._dense_in(state_dict, prefix):
             self._complete_dense(state_dict, prefix)
-        self.router_lacks_values &= not any(name.startswith(f"{prefix}router.") for name in state_dict)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Add the router's weights to the tensors of a dense network: the present ones, or if on meta, drawn ones."""
         router, device = self.router, next(iter(self._dense_in(state_dict, prefix).values())).device
-        if device.type != "meta" and self._router_is_on_meta():
+        if device.type != "meta" and self.router_is_on_meta():
             router = _reset(copy.deepcopy(router).to_empty(device=device))
-        elif self.router_lacks_values:
-            _reset(router)
         for name, value in router.state_dict(prefix=f"{prefix}router.").items():
             if name not in state_dict or state_dict[name].is_meta:  # set_model_state_dict adds what is on meta
                 state_dict[name] = value
 
     def _apply(self, *args: Any, **kwargs: Any) -> "MoeMlp":
-        was_on_meta = self._router_is_on_meta()
+        was_on_meta = self.router_is_on_meta()
         super()._apply(*args, **kwargs)
-        self.router_lacks_values |= was_on_meta and not self._router_is_on_meta()  # to_empty does not write
+        if was_on_meta and not self.router_is_on_meta():
+            self.draw_router()  # a dense checkpoint would leave what to_empty has not written
         return self
 
-    def _router_is_on_meta(self) -> bool:
-        return any(weight.is_meta for weight in self.router.parameters())
+    def router_is_on_meta(self) -> bool:
+        """Tell if the router has weights or buffers on the meta device."""
+        return any(value.is_meta for value in self.router.state_dict().values())
+
+    @torch.no_grad()
+    def draw_router(self) -> None:
+        """Draw the router's weights, or make them NaN, so that nobody overlooks a router that cannot be drawn."""
+        if hasattr(self.router, "reset_parameters"):
+            _reset(self.router)
+            return
+        for weight in self.router.parameters():
+            weight.fill_(torch.nan)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
         super().reset_from_dense(ffn)
         if hasattr(self.router, "reset_parameters") or next(self.router.parameters(), None) is not None:
             _reset(self.router)
-            self.router_lacks_values = False
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
         """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""

@@ -148,6 +148,14 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         size = len(blocks) // routing_groups
         self._set_blocks([RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)])
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "WideNet":
+        from_meta = [layer for layer in moe_layers(self).values() if layer.router_is_on_meta()]
+        super()._apply(*args, **kwargs)
+        for layer in from_meta:
+            if not layer.router_is_on_meta():
+                layer.draw_router()  # to_empty has come to the shared layer once more for each block
+        return self
+
     def _set_blocks(self, blocks: list[nn.Module]) -> None:
         self.blocks = nn.Sequential(*blocks)
         self.feature_info = [{**self.feature_info[0], "module": f"blocks.{index}"} for index in range(len(blocks))]
