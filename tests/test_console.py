@@ -12,8 +12,7 @@ import torch
 from common import SMALL_VIT_KWARGS, make_model, write_images
 from safetensors.torch import save_file
 
-from timm_moe.checkpoints.source import describe
-from timm_moe.console import PrintableFormatter, printable, show
+from timm_moe.console import PrintableFormatter, describe, printable, show
 from timm_moe_cli import main
 
 #: Mathematics for matplotlib, a colour and a second line for a terminal, bytes that are no UTF-8, markup, a surprise.

@@ -27,9 +27,9 @@ from .analysis.routes import table as routes_table
 from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .analysis.segmentation import MaskedImages
 from .checkpoints import swin_moe, vmoe
-from .checkpoints.source import ModelSpec, describe, folder_of, load_source
+from .checkpoints.source import ModelSpec, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
-from .console import PrintableFormatter, show
+from .console import PrintableFormatter, describe, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json

@@ -26,3 +26,11 @@ class PrintableFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
+
+
+def describe(error: Exception) -> str:
+    """Describe an error in one line of bounded length, with its class if the text is empty or only a key."""
+    text = printable(" ".join(str(error).split()))
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= 500 else text[:500] + " ..."

@@ -196,6 +196,31 @@ def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path)
                 torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+class TwoViews(nn.Module):
+    """Calls its backbone twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = timm.create_model("vit_tiny_moe", **SMALL_VIT, noise_std=0.0)
+
+    def forward(self, pixel_values, labels):
+        logits = self.backbone(pixel_values) + self.backbone(pixel_values.flip(3))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_losses_of_all_calls_of_a_part_are_added(tmp_path):
+    model = TwoViews().train()
+    pixels, labels = torch.stack([item["pixel_values"] for item in Images()]), torch.arange(24) % 5
+    expected = model(pixels, labels)["loss"].item()
+    for view in (pixels, pixels.flip(3)):
+        model.backbone(view)
+        expected += timm_moe.auxiliary_loss(model).item()
+    options = dict(train_sampling_strategy="sequential", save_strategy="no")
+    run = trainer(model, tmp_path, max_steps=1, per_device_train_batch_size=24, **options)
+    assert run.train().training_loss == pytest.approx(expected, rel=1e-5)
+
+
 def test_without_the_callback_trainer_is_what_it_was(tmp_path):
     run = trainer(native("ViT", router="top_k"), tmp_path, callbacks=[])
     with pytest.raises(RuntimeError, match="losses were not added"):

@@ -26,7 +26,8 @@ import torch
 from PIL import Image
 
 import timm_moe
-from timm_moe.checkpoints.source import describe, load_source
+from timm_moe.checkpoints.source import load_source
+from timm_moe.console import describe
 
 MODEL, CLASSES, BATCH, PER_CLASS = "vit_xtiny_ewa_moe", 3, 12, 16
 UPDATES_PER_EPOCH = CLASSES * PER_CLASS // BATCH

@@ -13,7 +13,7 @@ from PIL import Image
 from timm.data import ImageDataset, get_img_extensions
 from timm.utils import natural_key
 
-from ..checkpoints.source import describe
+from ..console import describe
 
 _logger = logging.getLogger(__name__)
 

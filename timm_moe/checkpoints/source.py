@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from ..console import printable
+from ..console import describe
 from ..convert.blocks import moe_layers, unwrapped
 from ..files import require_file
 from ..info import check_registered, weightless
@@ -359,14 +359,6 @@ def first_problem(error: Exception) -> str:
     """Return the first problem that a load_state_dict lists, or the error itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
-
-
-def describe(error: Exception) -> str:
-    """Describe an error in one line of bounded length, with its class if the text is empty or only a key."""
-    text = printable(" ".join(str(error).split()))
-    if not text or isinstance(error, KeyError):
-        text = f"{type(error).__name__} {text}".strip()
-    return text if len(text) <= 500 else text[:500] + " ..."
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -38,18 +38,15 @@ class TimmFormat:
     library = "timm"
 
     def write(self, folder: Path) -> None:
-        handle = self.model.register_state_dict_post_hook(_separate)
+        stated: Any = dict(model_config=self.entries, model_args=self.model_args)
         try:
-            save_for_hf(
-                self.model, str(folder), model_config=self.entries, model_args=self.model_args, safe_serialization=True
-            )
+            with self.model.register_state_dict_post_hook(_separate):
+                save_for_hf(self.model, str(folder), **stated, safe_serialization=True)
             config = json.loads((folder / "config.json").read_text())
             drop_second_num_classes(config)
             _write_config(folder, config)
         except (TypeError, ValueError) as error:  # of json
             raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
-        finally:
-            handle.remove()
         del self.model  # it need not be in memory beside the one that is read
 
     def read(self, folder: Path) -> nn.Module:

@@ -8,7 +8,8 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoints.source import ModelSpec, describe
+from ..checkpoints.source import ModelSpec
+from ..console import describe
 
 
 @dataclass(frozen=True)

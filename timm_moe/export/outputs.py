@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
-from ..checkpoints.source import describe
+from ..console import describe
 from ..model_config import model_input_size
 from .formats import equal_with_nan, is_of_timm, is_of_transformers
 

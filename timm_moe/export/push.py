@@ -19,7 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, get_session
 from torch import nn
 
-from ..checkpoints.source import ModelSpec, describe, folder_of, load_source, require_config
+from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
+from ..console import describe
 from ..convert.blocks import moe_layers
 from ..files import require_file
 from ..version import __version__

@@ -18,6 +18,7 @@ from ..convert.hooks import check_loaded_layers
 from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import add_router_losses, expert_statistics, start_averaging
+from ..training.router_losses import gathering
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -139,6 +140,8 @@ def _add_router_losses(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
     with ExitStack() as hooks:
+        if model.training:
+            hooks.enter_context(gathering(model))
         for ensemble in _ensembles(model) if model.training else ():
             members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
             hooks.enter_context(ensemble.register_forward_hook(_as_images))
@@ -180,11 +183,7 @@ def _stop_at_the_end(train: Any, trainer: Trainer, callback: ExpertCallback, *ar
 def _load_saved_names(load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(trainer.model, PreTrainedModel):
         return load(trainer, *args, **kwargs)
-    # The conversion's own hook comes before this one, by the file's names.
-    hooks = (_take_saved_names, check_loaded_layers)
-    handles = [trainer.model.register_load_state_dict_pre_hook(hook) for hook in hooks]
-    try:
+    register = trainer.model.register_load_state_dict_pre_hook
+    # The conversion's own hook comes before these, by the file's names.
+    with register(_take_saved_names), register(check_loaded_layers):
         return load(trainer, *args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,6 +1,7 @@
 """MC dropout (pBE, arXiv 2110.03360, table 9): samples with the experts' dropout are the members of an ensemble."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from timm.models import VisionTransformer
 from torch import Tensor, nn
@@ -36,13 +37,11 @@ def sampled_members(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:
         block = model.get_submodule(first_block if isinstance(model, VisionTransformer) else "")
         blocks = [module for module in model.modules() if type(module) is type(block)]
         sampled = nn.ModuleList([module for _, module in found])
-        tiling = tile(blocks[blocks.index(block) :], samples)
-        try:
+        with ExitStack() as stack:
+            for handle in tile(blocks[blocks.index(block) :], samples):
+                stack.enter_context(handle)
+            stack.callback(sampled.eval)
             sampled.train()
             return model(x).unflatten(0, (x.shape[0], samples))
-        finally:
-            for handle in tiling:
-                handle.remove()
-            sampled.eval()
 
     return members
