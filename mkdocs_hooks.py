@@ -33,7 +33,7 @@ MODULES = {"timm_moe": ["schedules"], "timm_moe.convert": ["gather"]}
 
 def on_files(files, config):
     pages = {page: included(path) for page, path in INCLUDED.items()}
-    pages["reference/cli.md"] = command_line(runpy.run_path(str(ROOT / "timm_moe_cli.py"))["parser"]())
+    pages["reference/cli.md"] = command_line(runpy.run_path(str(ROOT / "timm_moe_cli.py"))["_COMMANDS"])
     pages |= {f"reference/{page}.md": package_page(name) for page, name in PACKAGES.items()}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
@@ -105,41 +105,20 @@ def shown(output):
 
 # --- the command line
 
-HIDDEN = (argparse._HelpAction, argparse._SubParsersAction)
 
-
-def command_line(parser):
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    about = {choice.dest: choice.help for choice in commands._choices_actions}
-    sections = [
-        f"## {name}\n\n{sentence(about[name])}\n\n{options(command)}" for name, command in commands.choices.items()
-    ]
-    return "\n\n".join(["# The command timm-moe", parser.description, options(parser), *sections])
-
-
-def sentence(text):
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def options(parser):
-    """Return the usage and a table of each group of options."""
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=80)
-    parser.color = False  # Python 3.14 colours the usage otherwise
-    blocks = [f"```text\n{parser.format_usage()}```"]
-    for group in parser._action_groups:
-        rows = [row(action) for action in group._group_actions if not isinstance(action, HIDDEN)]
-        if rows:
-            title = f"**{group.title}**" + (f": {group.description}" if group.description else "")
-            blocks += [title, "\n".join(["| option | meaning |", "|---|---|", *rows])]
-    return "\n\n".join(blocks)
-
-
-def row(action):
-    formatter = argparse.HelpFormatter("timm-moe")
-    names = ", ".join(action.option_strings) or action.metavar
-    value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
-    call = f"{names} {value}" if action.option_strings and value else names
-    return f"| `{call}` | {formatter._expand_help(action)} |".replace("*", r"\*")
+def command_line(commands):
+    """Return what ``--help`` prints for each command."""
+    sections = ["# The command timm-moe"]
+    for name, (about, add_options) in commands.items():
+        command = argparse.ArgumentParser(
+            prog=f"timm-moe {name}",
+            description=f"{about[0].upper()}{about[1:]}.",
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80),
+        )
+        command.color = False  # Python 3.14 colours the help otherwise
+        add_options(command)
+        sections.append(f"## {name}\n\n```text\n{command.format_help()}```")
+    return "\n\n".join(sections)
 
 
 # --- the Python interface: mkdocstrings fills in the blocks

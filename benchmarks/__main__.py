@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import os
 import re
 import subprocess
@@ -84,7 +83,10 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
     suites = [] if args.report else args.suites or PLAN
-    failed = _measure_all([(suite, setting) for suite in suites for setting in _settings(suite, args)], args.minutes)
+    pieces = [(suite, setting) for suite in suites for setting in _settings(suite, args)]
+    if suites and not pieces:
+        parser.error("no suite has these settings on this device")
+    failed = _measure_all(pieces, args.minutes)
     report.write(FOLDER / "results")
     if failed:
         sys.exit(f"Not measured, see above: {', '.join(failed)}.")
@@ -92,14 +94,14 @@ def main() -> None:
 
 def _measure_all(pieces: list[tuple[str, dict[str, Any]]], minutes: float | None) -> list[str]:
     """Measure suites in their settings, with a limit of time what is missing; returns the suites that failed."""
-    until, failed = time.time() + 60 * minutes if minutes else math.inf, []
+    until, failed = time.time() + 60 * minutes if minutes else None, []
     for suite, setting in sorted(pieces, key=lambda piece: piece[1].get("mode") == "compiled"):  # it takes minutes
         path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
         if minutes and begin(suite, setting, path)["whole"]:
             continue
-        if not _measure(suite, {**setting, "until": until}, path):
+        if not _measure(suite, setting, path, until):
             failed.append(suite)
-        if time.time() > until:
+        if until and time.time() > until:
             print("The time is over. The same command goes on from here.", file=sys.stderr)
             break
     return failed
@@ -120,12 +122,12 @@ def _settings(suite: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _measure(suite: str, setting: dict[str, Any], path: Path) -> bool:
+def _measure(suite: str, setting: dict[str, Any], path: Path, until: float | None) -> bool:
     """Measure in a process of its own, which stores the result; False if it fails."""
-    words = " ".join(str(value) for name, value in setting.items() if name != "until")
-    print(f"{suite} ({words})", file=sys.stderr, flush=True)
+    print(f"{suite} ({' '.join(map(str, setting.values()))})", file=sys.stderr, flush=True)
     allocator = NEUTRAL_ALLOCATOR if setting.get("allocator") == "neutral" else {}
     command = [sys.executable, "-m", "benchmarks.worker", suite, json.dumps(setting), str(path)]
+    command += [str(until)] if until else []
     return not subprocess.run(command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent).returncode
 
 

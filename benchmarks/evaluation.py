@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from timm_moe.layers import ImageRouter, MoeMlp
 
 from .layers import HIDDEN, TOKENS, WIDTH, mlp, router
-from .protocol import Contest, Row, Setting, Work, run
+from .protocol import Contest, Setting, Work
 
 
-def measure(setting: Setting) -> Iterator[Row]:
+def measure(setting: Setting) -> Iterator[Contest]:
     for batch in (1, 32):
-        for contest in contests(batch, setting):
-            yield from run(contest, setting)
+        yield from contests(batch, setting)
 
 
 def contests(batch: int, setting: Setting) -> Iterator[Contest]:

@@ -22,17 +22,16 @@ from timm_moe.layers import (
     TopKRouter,
 )
 
-from .protocol import Contest, Row, Setting, Work, run
+from .protocol import Contest, Row, Setting, Work
 
 WIDTH, HIDDEN, TOKENS = 384, 1536, 197  # ViT-S/16 at 224 px
 BALANCE = {"balance": 0.01}
 SIGMOID = {"score": "sigmoid", "bias_rate": 0.001}
 
 
-def measure(setting: Setting) -> Iterator[Row]:
-    """Time the layers; images per batch: 64 on CPUs, 128 on GPUs."""
-    for contest in contests(setting):
-        yield from run(contest, setting)
+def measure(setting: Setting) -> Iterator[Contest | Row]:
+    """Compare the layers; images per batch: 64 on CPUs, 128 on GPUs."""
+    yield from contests(setting)
     if setting.mode == "eager":
         yield from saved_bytes(setting)
 

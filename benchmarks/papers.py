@@ -10,16 +10,16 @@ from timm_moe.layers import EwaMlp, MoeMlp
 
 from . import peers
 from .layers import mlp, router, training
-from .protocol import Contest, Row, Setting, run
+from .protocol import Contest, Setting
 from .steps import CLASSES, contenders, step
 
 #: An image of 224 pixels has 49 patches and a class token.
 VMOE_B32 = peers.Size("V-MoE-B/32: ", width=768, hidden=3072, experts=32, tokens=50)
 
 
-def measure(setting: Setting) -> Iterator[Row]:
-    for contest in (*layers(setting), *steps(setting)):
-        yield from run(contest, setting)
+def measure(setting: Setting) -> Iterator[Contest]:
+    yield from layers(setting)
+    yield from steps(setting)
 
 
 def layers(setting: Setting) -> Iterator[Contest]:

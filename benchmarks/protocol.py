@@ -32,8 +32,6 @@ class Setting:
         mode: ``"eager"`` or ``"compiled"``.
         allocator: ``"default"``, or ``"neutral"``, in which glibc's malloc keeps large blocks.
         rounds: rounds of each contest.
-        left_out: contests that are not timed, since their figures are known.
-        until: seconds since 1970 after which no contest begins.
     """
 
     device: str = "cpu"
@@ -41,8 +39,6 @@ class Setting:
     mode: str = "eager"
     allocator: str = "default"
     rounds: int = 15
-    left_out: tuple[str, ...] = ()
-    until: float = math.inf
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
@@ -104,17 +100,7 @@ class Row:
 
 
 def run(contest: Contest, setting: Setting) -> list[Row]:
-    """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt.
-
-    A contest that the setting leaves out has no rows.
-
-    Raises:
-        TimeoutError: if the time of the setting is over.
-    """
-    if contest.name in setting.left_out:
-        return []
-    if time.time() > setting.until:
-        raise TimeoutError
+    """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt."""
     torch.compiler.reset()
     # Entries of a contest may share code of torch, of which it compiles eight variants and runs others in eager mode.
     torch._dynamo.config.recompile_limit = 64

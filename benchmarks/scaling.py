@@ -8,22 +8,22 @@ import torch
 from timm_moe.layers import EwaMlp, MoeMlp
 
 from .layers import WIDTH, mlp, router, training
-from .protocol import Contest, Row, Setting, run
+from .protocol import Contest, Setting
 
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
 ROWS = (64, 256, 1024, 4096, 16384, 50176)
 WIDTHS = (96, 192, 384, 768, 1024)
 
 
-def measure(setting: Setting) -> Iterator[Row]:
+def measure(setting: Setting) -> Iterator[Contest]:
     """Vary one of 8 experts, 6272 rows and a width of 384 at a time."""
     rows = 6272
     for number in EXPERTS:
-        yield from run(_contest(f"{number} experts", number, rows, WIDTH, setting), setting)
+        yield _contest(f"{number} experts", number, rows, WIDTH, setting)
     for number in ROWS:
-        yield from run(_contest(f"{number} rows", 8, number, WIDTH, setting), setting)
+        yield _contest(f"{number} rows", 8, number, WIDTH, setting)
     for width in WIDTHS:
-        yield from run(_contest(f"width {width}", 8, rows, width, setting), setting)
+        yield _contest(f"width {width}", 8, rows, width, setting)
 
 
 def _contest(name: str, num_experts: int, rows: int, width: int, setting: Setting) -> Contest:

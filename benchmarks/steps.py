@@ -9,14 +9,14 @@ from torch import nn
 
 import timm_moe
 
-from .protocol import Contest, Row, Setting, Work, run
+from .protocol import Contest, Setting, Work
 
 CLASSES = 100
 Make = Callable[[], nn.Module]
 
 
-def measure(setting: Setting) -> Iterator[Row]:
-    """Time steps of ViT-S/16 at 224 px and of the EWA paper's ViT-XT/4 at 32 px."""
+def measure(setting: Setting) -> Iterator[Contest]:
+    """Compare steps of ViT-S/16 at 224 px and of the EWA paper's ViT-XT/4 at 32 px."""
     for name, models, batch in (
         ("ViT-S/16, 224 px", vit_small(), setting.pick(16, 128)),
         ("ViT-XT/4, 32 px", vit_xtiny(), setting.pick(64, 128)),
@@ -24,7 +24,7 @@ def measure(setting: Setting) -> Iterator[Row]:
         for fused in (True, False):
             optimizer = "fused AdamW" if fused else "AdamW"
             entries = {entry: partial(step, make, batch, fused, setting) for entry, make in models.items()}
-            yield from run(Contest(f"step of {name}, batch {batch}, {optimizer}", entries), setting)
+            yield Contest(f"step of {name}, batch {batch}, {optimizer}", entries)
 
 
 def vit_small() -> dict[str, Make]:

@@ -151,7 +151,6 @@ def run(
     name = f"{variant}-{seed}"
     file = options.output / "runs" / f"{name}.json"
     if file.is_file():
-        require_same(file, json.loads(file.read_text())["settings"], settings(options))
         print(f"{name}: finished before", flush=True)
         return
     torch.manual_seed(seed)
@@ -249,6 +248,8 @@ def main(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     config = preprocessing(make("dense", options).backbone)
     data = {split: load_split(options.camvid, split, config) for split in ("train", "test")}
+    for file in sorted((options.output / "runs").glob("*.json")):  # a table has one recipe
+        require_same(file, json.loads(file.read_text())["settings"], settings(options))
     start = start_of_all(data, options)
     for seed in options.seeds:
         for variant in options.variants:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .measure import Figure
 from .statistics import Difference, by_seed, paired
-from .study import Arm, Finding, Size, Study
+from .study import Arm, Size, Study
 
 #: CPU seconds, MiB at the peak and the device, by seed.
 Costs = dict[str, dict[str, Any]]
@@ -30,9 +30,16 @@ class Outcome:
     def size(self) -> Size:
         return self.study.sizes[self.size_name]
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        return self.study.findings.get(self.size_name, ())
+    def compared(self) -> list[tuple[str, str]]:
+        """List the pairs of arms that the findings are about."""
+        return [(pair.first, pair.second) for finding in self.size.findings for pair in finding.compared]
+
+    def further_pairs(self) -> list[tuple[str, str]]:
+        """List the study's pairs, and its findings' that are neither an arm and its baseline nor interactions."""
+        shown = {frozenset((arm.name, self.size.baseline_of(arm.name))) for arm in self.size.arms}
+        shown |= {frozenset(pair) for pair in self.study.interactions}
+        pairs = {frozenset(pair): pair for pair in self.compared() if frozenset(pair) not in shown}
+        return list((pairs | {frozenset(pair): pair for pair in self.study.pairs}).values())
 
     def seeds(self, arm: str) -> list[str]:
         """List the seeds that an arm has results for."""
@@ -67,10 +74,6 @@ class Outcome:
             for arm in (first, second)
         )
         return paired(one, other)
-
-    def training_costs(self) -> list[dict[str, Any]]:
-        """List the costs of all trainings."""
-        return [cost for of_training in self.results["cost"].values() for cost in of_training.values()]
 
     def cost_of(self, arm: Arm) -> Costs:
         """Add up all trainings that an arm needs.

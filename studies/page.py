@@ -5,13 +5,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 
+from scipy.stats import sem
+
 from .catalogue import STUDIES
 from .chart import chart_name, curves, curves_name, differences, draw
 from .findings import problems
 from .measure import Figure
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
-from .statistics import BETTER, CONFIDENCE, WORSE, Difference, standard_error
+from .statistics import BETTER, CONFIDENCE, WORSE, Difference
 from .study import Arm, Size
 
 NOTHING = "No study has been run yet."
@@ -36,7 +38,7 @@ def write(folder: Path) -> list[str]:
     return [
         f"{outcome.study.name}: {problem}"
         for outcome in known
-        for finding in outcome.findings
+        for finding in outcome.size.findings
         for problem in problems(finding, outcome)
     ]
 
@@ -74,7 +76,7 @@ def section(outcome: Outcome) -> str:
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
     head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
     lacking = _incomplete(outcome)
-    if lacking and not outcome.findings:
+    if lacking and not outcome.size.findings:
         return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
     figures = [figure for figure in study.measure.figures if figure.is_main]
     images = [f"![Differences](images/{chart_name(outcome)})"] if differences(outcome) else []
@@ -85,7 +87,7 @@ def section(outcome: Outcome) -> str:
             *lacking,
             "",
             *_table(_rows(outcome, figures, _shown(outcome))),
-            *(["", *(f"- {finding.text}" for finding in outcome.findings)] if outcome.findings else []),
+            *(["", *(f"- {finding.text}" for finding in outcome.size.findings)] if outcome.size.findings else []),
             *(["", *images] if images else []),
         ]
     )
@@ -94,7 +96,7 @@ def section(outcome: Outcome) -> str:
 def detailed(outcome: Outcome) -> str:
     """Write the section of docs/generated/studies.md: all figures, pairs, costs, recipes and circumstances."""
     study, size, arms = outcome.study, outcome.size, outcome.arms()
-    pairs = [row for pair in study.pairs if len(row := _pair(outcome, *pair)) > 2]
+    pairs = [row for pair in outcome.further_pairs() if len(row := _pair(outcome, *pair)) > 2]
     options = " ".join([*size.options, "--model-kwargs", *size.kwargs])
     recipes = [
         {
@@ -125,9 +127,9 @@ def detailed(outcome: Outcome) -> str:
 
 def _shown(outcome: Outcome) -> list[str]:
     """Name the arms that the findings are about, and their baselines; all arms if there are no findings yet."""
-    compared = {name for finding in outcome.findings for pair in finding.compared for name in (pair.first, pair.second)}
+    compared = {name for pair in outcome.compared() for name in pair}
     compared |= {outcome.size.baseline_of(name) for name in compared}
-    return [arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.findings]
+    return [arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.size.findings]
 
 
 def _incomplete(outcome: Outcome) -> list[str]:
@@ -173,7 +175,7 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
             own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))
             row |= {"time": ratio(own, base, "seconds"), "memory": ratio(own, base, "peak_mib")}
         rows.append(row)
-    compared = {(pair.first, pair.second) for finding in outcome.findings for pair in finding.compared}
+    compared = outcome.compared()
     for first, second in outcome.study.interactions:
         found = {figure: outcome.interaction(first, second, figure) for figure in figures}
         cells = {heads[figure]: _interval(pair, figure) for figure, pair in found.items() if pair}
@@ -193,7 +195,7 @@ def _mean(outcome: Outcome, arm: Arm, figure: Figure, with_error: bool) -> str:
     known = list(outcome.values(arm.name, figure).values())
     if not known:
         return ""
-    spread = f" ± {standard_error(known):.{figure.decimals}f}" if with_error and len(known) > 1 else ""
+    spread = f" ± {sem(known):.{figure.decimals}f}" if with_error and len(known) > 1 else ""
     return f"{mean(known):.{figure.decimals}f}{spread}"
 
 
@@ -228,7 +230,7 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
     if halves:
         figure = outcome.study.measure.figures[0]
         yield f"Half the width of an interval of {figure.title}, in the median: {median(halves):.{figure.decimals}f}."
-    costs = outcome.training_costs()
+    costs = costs_of_studies([outcome])
     for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
         yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
     resumed = sum(not cost["whole"] for cost in costs)

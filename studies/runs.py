@@ -9,8 +9,7 @@ A run is a training for one seed with all arms that come from it. Its folder rec
         trained.json     cost, once train.py has ended
         <arm>/           the deployed model
         <arm>.json       its figures
-        log.txt          output of all commands
-        lock             held by the working process, also if the process that started it was killed
+        log.txt          output of all commands; locked while one of them works, also if what started it was killed
 """
 
 import csv
@@ -22,8 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -159,15 +157,16 @@ class Run:
             BlockingIOError: if another process works here.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self.folder / "lock") as lock, (self.folder / "log.txt").open("a") as log:
+        with (self.folder / "log.txt").open("a") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the commands write to it, so they hold the lock too
             if self._is_another():
                 raise RunFailed(f"{self.name}: {self.folder} holds a run of other options: move it away.")
             write_json(self.folder / "stated.json", self.stated())
             if not self.is_trained():
-                self._train(log, lock)
+                self._train(log)
             for arm in self.arms():
                 if self._figures(arm) is None and not self.place.is_over():
-                    self._measure(arm, log, lock)
+                    self._measure(arm, log)
 
     def progress(self) -> float:
         """Compute the fraction of its epochs that are over."""
@@ -197,13 +196,12 @@ class Run:
     def _result(self, arm: Arm) -> Path:
         return self.folder / f"{slug(arm.name)}.json"
 
-    def _train(self, log: IO[str], lock: int) -> None:
+    def _train(self, log: IO[str]) -> None:
         is_whole = not (self.folder / "train" / "last.pth.tar").exists()
         used = {
-            use.name: self._deploy(use.training, use.deployment, f"uses-{use.name}", log, lock)
-            for use in self.training.uses
+            use.name: self._deploy(use.training, use.deployment, f"uses-{use.name}", log) for use in self.training.uses
         }
-        cost = self._call(self._train_command(used), log, lock)
+        cost = self._call(self._train_command(used), log)
         epochs = self._saved_epochs()
         if epochs < self._epochs() and self.place.is_over():
             return
@@ -251,40 +249,37 @@ class Run:
         images = self.place.root / self.training.images
         return ["--data-dir", str(images), "--device", self.place.device, "-j", workers]
 
-    def _deploy(self, training: Training, deployment: Deployment, name: str, log: IO[str], lock: int) -> Path:
+    def _deploy(self, training: Training, deployment: Deployment, name: str, log: IO[str]) -> Path:
         """Deploy a training in a folder of this run."""
         source, target = self._of(training).folder / "train", self.folder / name
         for command in deployment.commands(source, target):
-            self._call(command, log, lock)
+            self._call(command, log)
         return deployment.result(source, target)
 
-    def _measure(self, arm: Arm, log: IO[str], lock: int) -> None:
+    def _measure(self, arm: Arm, log: IO[str]) -> None:
         trainings = (self.training, *arm.beside)
         names = [slug(arm.name), *(f"{slug(arm.name)}-{training.name}" for training in arm.beside)]
         models = [
-            self._deploy(training, arm.deployment, name, log, lock)
-            for training, name in zip(trainings, names, strict=True)
+            self._deploy(training, arm.deployment, name, log) for training, name in zip(trainings, names, strict=True)
         ]
         measured = self.folder / f"{slug(arm.name)}.measured.json"
         data = [*self._data_options(), "--split", "test"]
         measure = self._measure_of(arm)
-        self._call(measure.command(models, data, self.place.scripts, measured), log, lock)
+        self._call(measure.command(models, data, self.place.scripts, measured), log)
         figures = measure.read(measured)
         if missing := [name for name, value in figures.items() if value is None or not math.isfinite(value)]:
             raise RunFailed(f"{self.name}: {arm.name} has no {', '.join(missing)}: its outputs are not numbers.")
         write_json(self._result(arm), {"stated": self.statement(arm), "figures": figures})
 
-    def _call(self, command: list[str], log: IO[str], lock: int) -> dict[str, float]:
-        """Run a command, whose process holds the lock too.
+    def _call(self, command: list[str], log: IO[str]) -> dict[str, float]:
+        """Run a command.
 
         Returns:
             Seconds (CPU time, or wall time on a GPU) and MiB at the peak.
         """
         started = time.monotonic()
         print(f"+ {' '.join(command)}", file=log, flush=True)
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD}, pass_fds=[lock]
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD})
         _COMMANDS.add(process.pid)
         try:
             _, status, usage = os.wait4(process.pid, 0)
@@ -309,13 +304,6 @@ def stop_commands() -> None:
     for process in list(_COMMANDS):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield file.fileno()
 
 
 def write_json(path: Path, content: Any) -> None:

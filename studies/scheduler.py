@@ -29,7 +29,7 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
         also printed at once.
     """
     waiting = [run for run in runs if not run.is_done()]
-    clock = _Clock(runs, len(waiting))
+    clock = _Clock(runs)
     failed: list[str] = []
     running: dict[Future[None], Run] = {}
     with ThreadPoolExecutor(jobs) as pool, _nothing_left_running():
@@ -49,7 +49,6 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
                 failed += lines
                 for line in lines:
                     print(line, file=sys.stderr, flush=True)
-                clock.see(run, is_done=run.is_done())
                 keep(run)
             clock.tell(list(running.values()))
     return failed
@@ -90,28 +89,21 @@ def _outcome(future: Future[None], run: Run) -> list[str]:
 class _Clock:
     """Reports progress and estimates the time left, by the number of images that trainings have seen."""
 
-    def __init__(self, runs: Sequence[Run], missing: int):
-        self._total, self._done = len(runs), len(runs) - missing
-        self._start = time.monotonic()
-        first = {run.folder: run for run in reversed(runs)}  # a training that studies share counts once
-        self._images = {run: run.images_to_see() if first[run.folder] is run else 0 for run in runs}
-        self._before = {run: run.progress() for run in runs}
-        self._worked = 0.0  # images since the start
-
-    def see(self, run: Run, is_done: bool) -> None:
-        self._done += is_done
-        self._worked += self._seen(run, 1)
+    def __init__(self, runs: Sequence[Run]):
+        self._runs = runs
+        trainings = {run.folder: run for run in runs}.values()  # studies may share one
+        self._images = {run: run.images_to_see() for run in trainings}
+        self._start, self._before = time.monotonic(), self._seen()
 
     def tell(self, running: Sequence[Run]) -> None:
-        worked = self._worked + sum(self._seen(run, run.progress()) for run in running)
-        left = sum(self._seen(run, 1) for run in self._before) - worked
+        seen, done = self._seen(), sum(run.is_done() for run in self._runs)
+        worked, left = seen - self._before, sum(self._images.values()) - seen
         rest = f", about {_hours((time.monotonic() - self._start) / worked * left)} left" if worked > 0 else ""
         now = "; now " + ", ".join(f"{run.name} ({run.progress():.0%})" for run in running) if running else ""
-        print(f"{self._done} of {self._total} runs done{rest}{now}", file=sys.stderr, flush=True)
+        print(f"{done} of {len(self._runs)} runs done{rest}{now}", file=sys.stderr, flush=True)
 
-    def _seen(self, run: Run, progress: float) -> float:
-        """Count the images from the start of the clock to a point of a run's progress."""
-        return (progress - self._before[run]) * self._images[run]
+    def _seen(self) -> float:
+        return sum(run.progress() * images for run, images in self._images.items())
 
 
 def _hours(seconds: float) -> str:

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
-from scipy.stats import t
+from scipy.stats import sem, t
 
 CONFIDENCE = 0.95
 BETTER, WORSE = "better", "worse"
@@ -56,13 +56,8 @@ def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Differenc
     return Difference(middle, middle - half, middle + half, len(differences))
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Estimate the standard error of the mean; infinite for a single value."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-
-
 def half_width(values: Sequence[float]) -> float:
     """Compute half the 95 % interval of the mean; infinite for a single value."""
     if len(values) < 2:
         return math.inf
-    return float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * standard_error(values)
+    return float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * sem(values))

@@ -9,7 +9,7 @@ from .deploy import Checkpoint, Deployment, Export
 from .measure import Measure, Validation
 
 #: Files and folders of every run; no arm may have their names.
-RESERVED = ("train", "stated", "trained", "log", "lock")
+RESERVED = ("train", "stated", "trained", "log")
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class Size:
         kwargs: arguments of all models.
         options: options of train.py for all trainings.
         seeds: seeds of the runs of each training.
+        findings: sentences about the results.
     """
 
     setting: str
@@ -129,6 +130,7 @@ class Size:
     kwargs: tuple[str, ...]
     options: tuple[str, ...]
     seeds: range
+    findings: tuple["Finding", ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse two trainings or two arms with one name.
@@ -213,10 +215,9 @@ class Study:
         source: paper and table.
         sizes: ``"small"`` for two cores, ``"paper"`` for a GPU.
         measure: measures each arm.
-        pairs: further names of arms that are compared, in the sizes that have both.
+        pairs: names of arms that are compared beside those of the findings, in the sizes that have both.
         interactions: names of two arms; the difference of the first to its baseline is compared with that of the second
             to its own.
-        findings: sentences about the results, by the name of the size.
     """
 
     name: str
@@ -227,7 +228,6 @@ class Study:
     measure: Measure = field(default_factory=Validation)
     pairs: tuple[tuple[str, str], ...] = ()
     interactions: tuple[tuple[str, str], ...] = ()
-    findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
 
 
 def slug(name: str) -> str:

@@ -42,7 +42,5 @@ STUDY = Study(
     title="EWA: share rate, number and place of experts",
     question="Which of EWA's choices matter? The default is 4 experts in every second block, share rate 0.3.",
     source="EWA (arXiv 2308.06093), section 5.4",
-    pairs=tuple((arm.name, "dense") for arm in ARMS[2:]),
-    sizes={"small": small(ARMS, range(3)), "paper": paper(ARMS, range(3))},
-    findings={"small": FINDINGS},
+    sizes={"small": small(ARMS, range(3), findings=FINDINGS), "paper": paper(ARMS, range(3))},
 )

@@ -72,7 +72,7 @@ STUDY = Study(
     question="Does EWA help a network that has learned 80 classes and is fine-tuned on 20 others?",
     source="EWA (arXiv 2308.06093), table 4, ViT-S from ImageNet to CIFAR-100",
     sizes={
-        "small": small(arms(HERE, FURTHER), images=PARTS),
+        "small": small(arms(HERE, FURTHER), images=PARTS, findings=FINDINGS),
         "paper": paper(
             arms((), FROM_HUB),
             setting="finetuning-paper",
@@ -83,12 +83,6 @@ STUDY = Study(
     },
     pairs=tuple(
         ("EWA, linear", rival)
-        for rival in (
-            "dense, weight EMA",
-            "dense, another draw",
-            "dense, learning rate / 4 in the converted networks",
-            "experts never averaged, their mean",
-        )
+        for rival in ("dense, weight EMA", "dense, another draw", "dense, learning rate / 4 in the converted networks")
     ),
-    findings={"small": FINDINGS},
 )

@@ -85,6 +85,7 @@ STUDY = Study(
             setting="cifar100-routers",
             images={"images": IMAGES},
             options=(*PIXELS, *options(60, 5)),
+            findings=FINDINGS,
         ),
         "paper": paper(
             arms(slots=8),
@@ -92,13 +93,4 @@ STUDY = Study(
             options=(*options(300, 10), "--amp", "--amp-dtype", "bfloat16"),
         ),
     },
-    pairs=(
-        ("top-2 of 16 halves", "top-1 of 8"),
-        ("top-2 of 16 halves, sigmoid and bias", "top-2 of 16 halves"),
-        ("top-3 of 32 quarters and a shared one", "top-2 of 16 halves"),
-        ("Expert Choice of 8", "top-1 of 8"),
-        ("Soft MoE of 8", "top-1 of 8"),
-        ("Soft MoE of 8", "Expert Choice of 8"),
-    ),
-    findings={"small": FINDINGS},
 )

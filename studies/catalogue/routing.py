@@ -42,7 +42,7 @@ STUDY = Study(
     question="Do routed experts pay, and does averaging them in the first half of the training help?",
     source="EWA (arXiv 2308.06093), table 5, ViT-S",
     sizes={
-        "small": small(ARMS, range(3)),
+        "small": small(ARMS, range(3), findings=FINDINGS),
         "paper": paper(
             ARMS,
             range(3),
@@ -55,6 +55,4 @@ STUDY = Study(
             ),
         ),
     },
-    pairs=(("MoE, Early EWA", "naive MoE"),),
-    findings={"small": FINDINGS},
 )

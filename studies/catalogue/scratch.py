@@ -95,17 +95,10 @@ STUDY = Study(
     title="EWA from scratch",
     question="Does EWA beat dense training and simpler rivals?",
     source="EWA (arXiv 2308.06093), table 2, ViT-XT on CIFAR-100",
-    sizes={"small": small(ARMS), "paper": paper(ARMS)},
+    sizes={"small": small(ARMS, findings=FINDINGS), "paper": paper(ARMS)},
     pairs=(
         ("EWA, linear", "dense, weight EMA"),
         ("EWA, linear", "dense, LAWA of the last 3 epochs"),
-        ("EWA, linear", "dense, learning rate / 4 in the converted networks"),
-        ("EWA, linear", "dense, initial weights / 2 in the converted networks"),
-        ("EWA, linear", "experts fused by learned weights (ExFusion)"),
-        *(
-            (f"EWA, {schedule}", "experts never averaged, their mean")
-            for schedule in ("linear", "constant", "late", "early")
-        ),
+        ("EWA, late", MEAN),
     ),
-    findings={"small": FINDINGS},
 )

@@ -93,6 +93,7 @@ STUDY = Study(
             setting="cifar100-search",
             images={"images": IMAGES},
             options=(*SMALL_OPTIONS, *LONG),
+            findings=FINDINGS,
         )
     },
     pairs=(
@@ -100,5 +101,4 @@ STUDY = Study(
         ("linear", "dense, dropout 0.1"),
         ("linear, dropout 0.1", "dense, dropout 0.1"),
     ),
-    findings={"small": FINDINGS},
 )

@@ -84,17 +84,11 @@ STUDY = Study(
     question="Which way of gathering the experts is the best start for a dense student? Does distillation help?",
     source="OneS (arXiv 2201.10890), table 1, L on ImageNet",
     sizes={
-        "small": small(arms(SMALL_FURTHER), range(3)),
+        "small": small(arms(SMALL_FURTHER), range(3), findings=FINDINGS),
         "paper": imagenet(arms(("--lr", "0.004"))),
     },
-    findings={"small": FINDINGS},
     pairs=(
-        *((f"{method}, distilled", f"{method}, trained on") for method in METHODS),
-        *((f"{method}, trained on", "average, trained on") for method in METHODS[1:]),
-        ("topk, trained on", "random, trained on"),
-        *((f"{method}, distilled", "random, distilled") for method in ("average", "topk")),
-        *((f"{method}, distilled", LONG) for method in METHODS),
-        *((f"{method}, trained on", LONG) for method in METHODS),
-        ("the teacher", LONG),
+        (TRAINED_ON["topk"], TRAINED_ON["average"]),
+        *((name, LONG) for name in (*TRAINED_ON.values(), "the teacher")),
     ),
 )

@@ -86,6 +86,7 @@ STUDY = Study(
         "small": small(
             arms(HERE, ("--initial-checkpoint", "{start}/model.safetensors", *SMALL_FURTHER)),
             range(3),
+            findings=FINDINGS,
         ),
         "paper": paper(
             arms((), ()),
@@ -96,10 +97,5 @@ STUDY = Study(
             options=DINOV2,
         ),
     },
-    pairs=(
-        ("shared expert, in every block", "no shared expert, in every block"),
-        ("no shared expert and no gate, in every block", "no shared expert, in every block"),
-        ("shared expert, in every block", "no shared expert and no gate, in every block"),
-    ),
-    findings={"small": FINDINGS},
+    pairs=((WITH, "no shared expert and no gate, in every block"),),
 )

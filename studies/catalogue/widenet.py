@@ -42,8 +42,7 @@ STUDY = Study(
     question="What do experts and separate norms add to a block that all layers share?",
     source="WideNet (arXiv 2107.11817), table 3, L on ImageNet",
     sizes={
-        "small": small((*ARMS, Arm("dense, blocks of their own", DENSE)), range(3)),
+        "small": small((*ARMS, Arm("dense, blocks of their own", DENSE)), range(3), findings=FINDINGS),
         "paper": imagenet(ARMS),
     },
-    findings={"small": FINDINGS},
 )

@@ -63,22 +63,25 @@ def test_a_suite_whose_time_is_over_goes_on_and_adds_to_its_figures(clock, monke
 
     def measure(setting):
         for name in ("first", "second", "third"):
-            for row in run(Contest(name, {"dense": _taking(1.0, clock), "moe": _taking(2.0, clock)}), setting):
-                timed.append(row.contest)
-                yield row
-                now[0] += 40
+            yield Contest(name, {"dense": _taking(1.0, clock), "moe": _taking(2.0, clock)})
 
+    def run_for_a_while(contest, setting):
+        rows = run(contest, setting)
+        timed.extend(row.contest for row in rows)
+        now[0] += 80
+        return rows
+
+    monkeypatch.setattr(worker, "run", run_for_a_while)
     monkeypatch.setitem(sys.modules, "benchmarks.tiny", SimpleNamespace(measure=measure))
     now = [0.0]
     monkeypatch.setattr(protocol.time, "time", lambda: now[0])
     stated = {"dtype": "float32", "rounds": 2}
     for _ in range(2):
-        worker.main("tiny", json.dumps({**stated, "until": now[0] + 60}), str(file))
+        worker.main("tiny", json.dumps(stated), str(file), str(now[0] + 60))
         kept = worker.begin("tiny", stated, file)
         assert [row["contest"] for row in kept["rows"]] == timed
         assert not kept["whole"]
-        assert "until" not in json.loads(file.read_text())["tiny float32"]["setting"]
-    worker.main("tiny", json.dumps({**stated, "until": now[0] + 60}), str(file))
+    worker.main("tiny", json.dumps(stated), str(file), str(now[0] + 60))
     assert timed == ["first", "first", "second", "second", "third", "third"]
     assert worker.begin("tiny", stated, file)["whole"]
     assert worker.begin("tiny", {**stated, "rounds": 3}, file)["rows"] == []

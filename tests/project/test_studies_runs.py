@@ -243,6 +243,17 @@ def test_figures_that_are_no_numbers_are_refused(folder, monkeypatch):
     assert not run.is_done()
 
 
+def finish(run):
+    """Write the files of a run that is over."""
+    (run.folder / "train").mkdir(parents=True, exist_ok=True)
+    (run.folder / "stated.json").write_text(json.dumps(run.stated()))
+    (run.folder / "train" / "summary.csv").write_text(f"epoch\n{run._epochs() - 1}\n")
+    (run.folder / "trained.json").write_text("{}")
+    for arm in run.arms():
+        figures = {"stated": run.statement(arm), "figures": {"top1": 1.0}}
+        (run.folder / f"{arm.name.lower()}.json").write_text(json.dumps(figures))
+
+
 def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
     long = replace(DENSE, name="long", options=("--epochs", "6"))
     runs = make_runs(small_study(Arm("dense", DENSE), Arm("long", long)), folder)
@@ -250,8 +261,8 @@ def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
     assert longer == 2 * short == 96
     now = iter([0.0, 60.0])
     monkeypatch.setattr("studies.scheduler.time.monotonic", lambda: next(now))
-    clock = _Clock(runs, len(runs))
-    clock.see(runs[0], is_done=True)
+    clock = _Clock(runs)
+    finish(runs[0])
     clock.tell([])
     assert "1 of 2 runs done, about 2 min left" in capfd.readouterr().err
 
@@ -266,12 +277,7 @@ def test_studies_share_trainings_and_the_machine(folder, monkeypatch):
         working.add(run.folder)
         at_once.append(len(working))
         time.sleep(0.05)
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "stated.json").write_text(json.dumps(run.stated()))
-        (run.folder / "trained.json").write_text("{}")
-        for arm in run.arms():
-            figures = {"stated": run.statement(arm), "figures": {"top1": 1.0}}
-            (run.folder / f"{arm.name.lower()}.json").write_text(json.dumps(figures))
+        finish(run)
         working.remove(run.folder)
 
     monkeypatch.setattr(Run, "work", work)
@@ -279,4 +285,4 @@ def test_studies_share_trainings_and_the_machine(folder, monkeypatch):
     assert work_off(runs, 2, kept.append) == []
     assert set(kept) == set(runs)
     assert max(at_once) == 2
-    assert sum(_Clock(runs, 0)._images.values()) == 2 * runs[0].images_to_see()  # a training of two studies counts once
+    assert sum(_Clock(runs)._images.values()) == 2 * runs[0].images_to_see()  # a training of two studies counts once
