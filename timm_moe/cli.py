@@ -142,8 +142,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     images, ood_images = _images(args)
     members: dict[str, Any] = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
-    if args.json:
-        write_json(args.json, {**_settings(args), "metrics": result})
+    _write_result(args, metrics=result)
     show(*args.sources, *table(result).split("\n"))
 
 
@@ -155,8 +154,7 @@ def _fewshot(args: argparse.Namespace) -> None:
         for folder in args.data_dir
     ]
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
-    if args.json:
-        write_json(args.json, {**_settings(args), "results": [asdict(result) for result in results]})
+    _write_result(args, results=[asdict(result) for result in results])
     show(*args.sources, *fewshot_table(results).split("\n"))
 
 
@@ -245,6 +243,13 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     ood_split = args.split if args.ood_split is None else args.ood_split
     ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
+
+
+def _write_result(args: argparse.Namespace, **result: Any) -> None:
+    """Write a result with its settings, unless there is a file by now that must not be replaced."""
+    if args.json:
+        check_writable(args.json, args.overwrite)
+        write_json(args.json, {**_settings(args), **result})
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

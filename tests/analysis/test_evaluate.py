@@ -19,6 +19,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from timm_moe import moe_layers
+from timm_moe.analysis import evaluation
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.layers.experts import dropouts
@@ -156,7 +157,7 @@ def test_autocast(splits, model):
     assert 0 < abs(precise["nll"] - coarse["nll"]) < 0.1
 
 
-def test_the_command(splits, model, tmp_path, capsys):
+def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
     save_file(model.state_dict(), tmp_path / "a.safetensors")
     spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
     arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), "-j", "0", "--device", "cpu"]
@@ -174,6 +175,11 @@ def test_the_command(splits, model, tmp_path, capsys):
     assert main(arguments) == 1
     assert "a.json exists; pass --overwrite" in capsys.readouterr().err
     assert main([*arguments, "--overwrite"]) == 0
+    file = tmp_path / "b.json"
+    arguments[arguments.index("--json") + 1] = str(file)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: file.write_text("another's") and written["metrics"])
+    assert main(arguments) == 1  # another process has written it meanwhile
+    assert file.read_text() == "another's"
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,9 @@ class ExpertWeightAveraging:
     parameter that layers share is averaged once, at the first layer's rate.
 
     If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups, either may be given:
-    the experts are averaged once the outermost step ends. Of a schedule-free optimizer the second sequence of weights
-    is averaged too. timm's train.py needs no call of this class, see :mod:`timm_moe.integrations.timm`.
+    the experts are averaged once the outermost step ends. Weights that an optimizer keeps of its own are averaged too
+    (schedule-free ones, MADGRAD, Lookahead). timm's train.py needs no call of this class, see
+    :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
