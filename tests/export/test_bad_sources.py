@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from exported import OPTIONS, SPEC, edit
+from common import OPTIONS, SPEC, edit
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import OPTIONS, SMALL_VIT
 from foreign_loop import spread
 from safetensors.torch import save_file
 from torch import nn
@@ -38,8 +38,7 @@ def native(kind, **options):
 def wrapped(folder, name, **options):
     """A timm model in transformers' wrapper, as AutoModel opens it."""
     torch.manual_seed(0)
-    args = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
-    export_moe(timm.create_model(name, **SMALL_VIT, **options), folder, {**args, **options}, overwrite=True)
+    export_moe(timm.create_model(name, **SMALL_VIT, **options), folder, {**OPTIONS, **options}, overwrite=True)
     return transformers.AutoModelForImageClassification.from_pretrained(folder)
 
 

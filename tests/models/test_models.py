@@ -5,7 +5,7 @@ import json
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, make_model
+from common import OPTIONS, SMALL_VIT, make_model
 from processes import run_code
 from safetensors.torch import save_file
 from timm.layers import set_fused_attn
@@ -188,8 +188,7 @@ torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {
 
 
 def test_road_local_dir_and_an_moe_checkpoint_loads_as_it_is(ewa_vit, tmp_path, images):
-    options = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
-    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=options, safe_serialization=True)
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
     assert json.loads((tmp_path / "moe/config.json").read_text())["architecture"] == "vit_tiny_ewa_moe"
     model = timm.create_model(f"local-dir:{tmp_path}/moe", pretrained=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ewa_vit.parameters(), strict=True))
