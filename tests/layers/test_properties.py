@@ -16,7 +16,6 @@ from timm_moe.layers import (
     MoeMlp,
     MultiHeadRouter,
     PartitionedRouter,
-    RandomPartition,
     TilingRouter,
     TopKRouter,
 )
@@ -121,16 +120,6 @@ def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
     if isinstance(router, MultiHeadRouter):  # it decides by the first copy of an image
         x = x[:: router.top_k].repeat_interleave(router.top_k, 0)
     torch.testing.assert_close(layer(x[:, new]), layer(x)[:, new], rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=60)
-@given(num_experts=st.integers(1, 8), rows=st.integers(0, 40))
-def test_a_random_partition_loses_nothing(num_experts, rows):
-    order, ends, place, *_ = RandomPartition(num_experts)(torch.randn(rows, WIDTH))
-    sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
-    assert torch.equal(order.sort().values, torch.arange(rows))
-    assert torch.equal(order[place[:, 0]], torch.arange(rows))
-    assert max(sizes) - min(sizes) <= 1
 
 
 @settings(max_examples=60)
