@@ -4,20 +4,12 @@ import pytest
 import timm
 import torch
 import torchvision
+from averaging_loop import spread
 from common import SMALL_VIT
-from foreign_loop import Classifier, lightning_classifier, spread
+from foreign_loop import Classifier, Images, lightning_classifier
 from safetensors.torch import load_file
 
 import timm_moe
-
-
-class Images(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        pixels = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
-        return {"pixel_values": pixels, "labels": index % 5}
 
 
 def classifier(router):
@@ -38,7 +30,7 @@ def test_trainer(router, tmp_path):
         report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
     model = Classifier(classifier(router))
-    trainer = transformers.Trainer(model, args, train_dataset=Images(), callbacks=[ExpertCallback()])
+    trainer = transformers.Trainer(model, args, train_dataset=Images(16), callbacks=[ExpertCallback()])
     trainer.train()
     assert spread(model) < 1e-6
     assert trainer.state.log_history[0]["ewa/share_rate"] == 0.375
@@ -56,7 +48,7 @@ def test_lightning(router, tmp_path):
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[ExpertCallback()],
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(Images(), 8))
+    trainer.fit(module, torch.utils.data.DataLoader(Images(16), 8))
     assert spread(module) < 1e-6
     assert trainer.callback_metrics["ewa/share_rate"] == 0.75
 

@@ -5,8 +5,9 @@ import copy
 import pytest
 import timm
 import torch
+from averaging_loop import spread
 from common import OPTIONS, SMALL_VIT
-from foreign_loop import spread
+from foreign_loop import Images
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -42,18 +43,6 @@ def wrapped(folder, name, **options):
     return transformers.AutoModelForImageClassification.from_pretrained(folder)
 
 
-class Images(torch.utils.data.Dataset):
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.pixels = torch.randn(24, 3, 32, 32, generator=generator)
-
-    def __len__(self):
-        return len(self.pixels)
-
-    def __getitem__(self, index):
-        return {"pixel_values": self.pixels[index], "labels": index % 5}
-
-
 def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, compute_loss_func=None, **options):
     model_init = options.pop("model_init", None)
     defaults = dict(
@@ -63,7 +52,7 @@ def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, c
     args = transformers.TrainingArguments(str(folder), **{**defaults, **options})
     callbacks = [ExpertCallback()] if callbacks is None else callbacks
     return trainer_class(
-        model, args, train_dataset=Images(), eval_dataset=Images(), callbacks=callbacks,
+        model, args, train_dataset=Images(24), eval_dataset=Images(24), callbacks=callbacks,
         compute_loss_func=compute_loss_func, model_init=model_init,
     )  # fmt: skip
 
@@ -179,7 +168,7 @@ def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path)
     smoothing = WAYS[way].get("label_smoothing_factor", 0.0)
     expected = 0.0
     for number in range(accumulation):
-        items = [Images()[index] for index in range(6 * number, 6 * number + 6)]
+        items = [Images(24)[index] for index in range(6 * number, 6 * number + 6)]
         pixels, labels = (
             torch.stack([item["pixel_values"] for item in items]),
             torch.tensor([i["labels"] for i in items]),
