@@ -32,16 +32,16 @@ class Classifier(nn.Module):
 
 
 def lightning_classifier(model):
-    """A ``LightningModule`` that trains a :class:`Classifier`."""
+    """A ``LightningModule`` that trains a model as a :class:`Classifier` does."""
     import lightning
 
     class LightningClassifier(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.classifier = Classifier(model)
+            self.model = model
 
         def training_step(self, batch, batch_idx):
-            return self.classifier(**batch)["loss"]
+            return Classifier(self.model)(**batch)["loss"]
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -46,9 +46,10 @@ def seeded_model(name, seed, **options):
     return make_model(name, **options)
 
 
-def save(model, name, file, mean=0.5):
+def save(model, name, file, mean=0.5, **stated):
     """A checkpoint of a run that kept images as they are and normalised them by ``mean``."""
-    return save_as_train_py(file, model, name, img_size=32, crop_pct=1.0, mean=[mean] * 3, std=[0.5] * 3)
+    images = dict(img_size=32, crop_pct=1.0, mean=[mean] * 3, std=[0.5] * 3)
+    return save_as_train_py(file, model, name, **images, **stated)
 
 
 @torch.no_grad()
@@ -149,6 +150,21 @@ def test_autocast(splits, model):
         for dtype in (None, torch.bfloat16)
     )
     assert 0 < abs(precise["nll"] - coarse["nll"]) < 0.1
+
+
+def written_by_the_command(checkpoint, splits, *options):
+    file = checkpoint.with_suffix(".json")
+    arguments = ["evaluate", str(checkpoint), "--data-dir", str(splits), "-j", "0", "--device", "cpu", *options]
+    assert main([*arguments, "--json", str(file), "--overwrite"]) == 0
+    return json.loads(file.read_text())
+
+
+def test_the_command_in_mixed_precision(splits, model, tmp_path):
+    checkpoint = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
+    precise = written_by_the_command(checkpoint, splits)
+    coarse = written_by_the_command(checkpoint, splits, "--amp", "--amp-dtype", "bfloat16")
+    assert 0 < abs(precise["metrics"]["nll"] - coarse["metrics"]["nll"]) < 0.1
+    assert (precise["amp"], coarse["amp"], coarse["amp_dtype"]) == (False, True, "bfloat16")
 
 
 def test_the_command(splits, model, tmp_path, capsys):
@@ -356,6 +372,14 @@ def test_mc_dropout_is_evaluated_as_members(splits):
     models = [with_dropout(), with_dropout("vit_tiny_ewa_moe")]
     both = evaluate(models, image_folder(splits, "val"), inference=HERE, members=sampled_members(2))
     assert both["members"] == 4
+
+
+def test_mc_dropout_by_the_command(splits, tmp_path):
+    stated = {"model_kwargs": {**OPTIONS, "expert_dropout": 0.5}}
+    checkpoint = save(with_dropout(), "vit_small_moe", tmp_path / "a.pth.tar", **stated)
+    written = written_by_the_command(checkpoint, splits, "--mc-dropout", "3")
+    assert (written["mc_dropout"], written["metrics"]["members"]) == (3, 3)
+    assert written["metrics"]["pairwise_kl"] > 0
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import timm
 import torch
 import torchvision
 from averaging_loop import spread
-from common import SMALL_VIT
+from common import SMALL_VIT, SMALL_VIT_KWARGS
 from foreign_loop import Classifier, Images, lightning_classifier
 from safetensors.torch import load_file
 
 import timm_moe
+from timm_moe_cli import main
 
 
 def classifier(router):
@@ -39,7 +40,8 @@ def test_trainer(router, tmp_path):
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.filterwarnings("ignore")
-def test_lightning(router, tmp_path):
+def test_lightning(router, tmp_path, images):
+    """Its checkpoint is a source of the commands, too."""
     lightning = pytest.importorskip("lightning")
     from timm_moe.integrations.lightning import ExpertCallback
 
@@ -51,6 +53,12 @@ def test_lightning(router, tmp_path):
     trainer.fit(module, torch.utils.data.DataLoader(Images(16), 8))
     assert spread(module) < 1e-6
     assert trainer.callback_metrics["ewa/share_rate"] == 0.75
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    name = "vit_tiny_ewa_moe" if router == "random" else "vit_tiny_moe"
+    spec = ["--model", name, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+    assert main(["export", "--moe", str(tmp_path / "last.ckpt"), str(tmp_path / "moe"), *spec]) == 0
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), module.model.eval()(images))
 
 
 @pytest.mark.parametrize("kind", ["transformers", "torchvision"])

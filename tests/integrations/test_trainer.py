@@ -18,6 +18,7 @@ from timm_moe.export.export import export_moe
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from timm_moe.integrations.transformers import ExpertCallback, load_experts  # noqa: E402
+from timm_moe_cli import main  # noqa: E402
 
 pytestmark = [pytest.mark.ci]
 
@@ -192,6 +193,16 @@ def test_without_the_callback_trainer_is_what_it_was(tmp_path):
     run = trainer(dense, tmp_path, max_steps=2)  # with the callback, without experts
     run.train()
     assert not any(name.startswith(("router/", "ewa/")) for logs in run.state.log_history for name in logs)
+
+
+@pytest.mark.parametrize(("name", "options"), [("vit_tiny_ewa_moe", []), ("vit_tiny_moe", ["--moe"])])
+def test_a_checkpoint_folder_is_exported(name, options, tmp_path):
+    run = trainer(wrapped(tmp_path / "model", name), tmp_path / "run", max_steps=2)
+    run.train()
+    assert main(["export", *options, str(tmp_path / "run/checkpoint-2"), str(tmp_path / "exported")]) == 0
+    exported = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
+    images = torch.randn(6, 3, 32, 32)
+    assert torch.equal(exported(images), run.model.timm_model.eval()(images))
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
