@@ -1,5 +1,7 @@
 """Models small enough to train in a second, folders of images, golden data and places, for tests of several rooms."""
 
+import argparse
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +12,15 @@ from PIL import Image
 from torch import nn
 
 from timm_moe import moe_layers
+from timm_moe.checkpoints.source import ModelSpec
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
 EXAMPLES = ROOT / "examples"
 SMALL_VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
-SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
+OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
+SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in OPTIONS.items()]
+SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
 #: The V-MoE of the golden files.
 TINY = dict(
     img_size=16, patch_size=4, embed_dim=16, depth=4, num_heads=2, mlp_ratio=2, num_classes=7, act_layer="gelu_tanh",
@@ -84,6 +89,20 @@ def family(name):
         if parameter.ndim == 3:
             nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def save_as_train_py(file, model, name="vit_tiny_ewa_moe", /, **stated):
+    """Save a small model as train.py does; its arguments may state more, or something else."""
+    args = argparse.Namespace(**{"model": name, "num_classes": 5, "model_kwargs": OPTIONS, **stated})
+    torch.save({"epoch": 1, "state_dict": model.state_dict(), "args": args}, file)
+    return file
+
+
+def edit(folder, change):
+    """Change the config.json in a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_images(folder, images_per_class, classes=("class0", "class1", "class2")):

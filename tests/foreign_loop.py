@@ -1,9 +1,21 @@
-"""What tests of several trainers share: a model as Trainer and Lightning want it, and how far its experts are apart."""
+"""What tests of several trainers share: images, and a model as Trainer and Lightning want it."""
 
 import torch
 from torch import nn
 
-import timm_moe
+
+class Images(torch.utils.data.Dataset):
+    """So many images of noise, of five classes."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        pixels = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": pixels, "labels": index % 5}
 
 
 class Classifier(nn.Module):
@@ -20,24 +32,18 @@ class Classifier(nn.Module):
 
 
 def lightning_classifier(model):
-    """A ``LightningModule`` that trains a :class:`Classifier`."""
+    """A ``LightningModule`` that trains a model as a :class:`Classifier` does."""
     import lightning
 
     class LightningClassifier(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.classifier = Classifier(model)
+            self.model = model
 
         def training_step(self, batch, batch_idx):
-            return self.classifier(**batch)["loss"]
+            return Classifier(self.model)(**batch)["loss"]
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     return LightningClassifier()
-
-
-def spread(model):
-    """Largest distance of a weight of an expert from the mean of the experts."""
-    layers = timm_moe.moe_layers(model).values()
-    return max((w - w.mean(0)).abs().max().item() for layer in layers for _, w in layer.named_expert_parameters())

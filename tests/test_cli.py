@@ -11,6 +11,7 @@ import timm
 from common import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
+import timm_moe
 from timm_moe.export.export import export_dense, export_moe
 from timm_moe_cli import main
 
@@ -164,6 +165,13 @@ def test_usage_errors(capsys, arguments):
         main(arguments)
     assert stop.value.code == 2
     assert "timm-moe" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"timm_moe {timm_moe.__version__}\n"
 
 
 def test_the_installed_command_and_its_help():

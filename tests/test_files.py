@@ -191,12 +191,7 @@ def test_missing_parents_are_made(ewa_vit, tmp_path, monkeypatch, capsys):
     assert os.listdir(tmp_path / "e") == ["f.json"]
 
 
-def test_a_failure_leaves_no_file(ewa_vit, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is neither a file nor a folder"):
-        timm_moe.export_dense("missing.pth", tmp_path / "vit")
-    ewa_vit.head.register_forward_hook(lambda module, args, output: output + 1)  # not in the weights
-    with pytest.raises(ValueError, match="outputs differ"):
-        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+def test_an_interrupt_leaves_no_file(tmp_path):
     with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "file"):
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []

@@ -1,9 +1,9 @@
 """A study that trains in seconds, on images of 8 pixels."""
 
-import os
 from pathlib import Path
 
 import pytest
+from train_script import SCRIPTS
 
 pytest.importorskip("scipy")
 
@@ -11,8 +11,6 @@ from studies import images
 from studies.runs import Place, Run
 from studies.study import Images, Size, Study, Training
 
-SCRIPTS = os.environ.get("TIMM_SCRIPTS")
-needs_scripts = pytest.mark.skipif(not SCRIPTS, reason="needs TIMM_SCRIPTS, a folder with timm's train.py")
 DENSE = Training("dense", "dense")
 EWA = Training("ewa", "ewa", ("share_rate=0.3",))
 
@@ -29,5 +27,5 @@ def make_runs(study, folder, seeds=1):
     size, root = study.sizes["small"], folder / "runs"
     root.mkdir(exist_ok=True)
     parts = {name: images.link(part, folder / "all", root / name) for name, part in size.images.items()}
-    place = Place(Path(SCRIPTS or "."), root, parts)
+    place = Place(Path(SCRIPTS), root, parts)
     return [Run(study, size, training, seed, place) for seed in range(seeds) for training in size.trainings()]

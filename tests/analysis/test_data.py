@@ -1,6 +1,5 @@
 """Folders of images as they are in the wild: what is taken, what is left out with a word, and what is refused."""
 
-import argparse
 import json
 import os
 import shutil
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, SMALL_VIT, make_model, write_images
+from common import OPTIONS, ROOT, make_model, save_as_train_py, write_images
 from timm.data import ImageDataset, create_transform
 from timm.models import save_for_hf
 
@@ -24,7 +23,6 @@ pytest.importorskip("torchmetrics")
 
 HERE = Inference(batch_size=7, workers=0, device="cpu")
 CLASSES = [f"class{label}" for label in range(5)]
-ARGS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 
 
 @pytest.fixture
@@ -39,16 +37,14 @@ def model():
 
 
 def save_with_names(model, folder, names):
-    save_for_hf(model, str(folder), dict(label_names=names), model_args=ARGS, safe_serialization=True)
+    save_for_hf(model, str(folder), dict(label_names=names), model_args=OPTIONS, safe_serialization=True)
     return folder
 
 
-def save_as_train_py(model, file, **more):
+def save(model, file, **more):
     channels = model.patch_embed.proj.in_channels
-    args = dict(model="vit_tiny_patch16_224", num_classes=5, model_kwargs=ARGS, img_size=32, crop_pct=1.0)
-    args |= dict(mean=[0.5] * channels, std=[0.5] * channels, in_chans=channels, **more)
-    torch.save({"state_dict": model.state_dict(), "args": argparse.Namespace(**args)}, file)
-    return file
+    images = dict(img_size=32, in_chans=channels, crop_pct=1.0, mean=[0.5] * channels, std=[0.5] * channels)
+    return save_as_train_py(file, model, "vit_tiny_patch16_224", **images, **more)
 
 
 def taken(images):
@@ -283,7 +279,7 @@ class TestModes:
     @pytest.mark.parametrize(("mode", "channels"), [("HSV", 3), ("YCbCr", 3), ("RGBA", 4), ("CMYK", 4), ("LA", 2)])
     def test_images_have_the_mode_of_the_training(self, folder, tmp_path, mode, channels):
         model = make_model("vit_tiny_patch16_224", in_chans=channels)
-        checkpoint = save_as_train_py(model, tmp_path / "a.pth.tar", input_img_mode=mode)
+        checkpoint = save(model, tmp_path / "a.pth.tar", input_img_mode=mode)
         (loaded,), images = load_classifiers([checkpoint], image_folder(folder), inference=HERE)
         timms = ImageDataset(
             str(folder / "val"), input_img_mode=mode, transform=create_transform(**preprocessing(loaded))
@@ -297,12 +293,12 @@ class TestModes:
     def test_a_mode_of_other_channels_is_an_error(self, folder, tmp_path, channels, mode):
         """Raised by torch or Pillow: no images are taken for others."""
         model = make_model("vit_tiny_patch16_224", in_chans=channels)
-        checkpoint = save_as_train_py(model, tmp_path / "a.pth.tar", input_img_mode=mode)
+        checkpoint = save(model, tmp_path / "a.pth.tar", input_img_mode=mode)
         with pytest.raises((ValueError, RuntimeError)):
             evaluate([checkpoint], image_folder(folder), inference=HERE)
 
     def test_a_class_map_of_the_training_is_told(self, folder, model, tmp_path, caplog):
-        checkpoint = save_as_train_py(model, tmp_path / "a.pth.tar", class_map="names.txt")
+        checkpoint = save(model, tmp_path / "a.pth.tar", class_map="names.txt")
         load_classifiers([checkpoint], image_folder(folder), inference=HERE)
         assert "was trained with the class map 'names.txt': without it (--class-map) the labels may" in caplog.text
         caplog.clear()

@@ -1,6 +1,5 @@
 """Evaluation of classifiers and ensembles on folders of images, against computations by hand."""
 
-import argparse
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, SMALL_VIT_KWARGS, make_model, write_images
+from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, make_model, save_as_train_py, write_images
 from PIL import Image
 from safetensors.torch import save_file
 from timm.models import save_for_hf
@@ -48,13 +47,10 @@ def seeded_model(name, seed, **options):
     return make_model(name, **options)
 
 
-def save_as_train_py(model, name, file, mean=0.5, **more):
-    """A checkpoint as train.py writes it, of a run that kept images as they are and normalised them by ``mean``."""
-    kwargs = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
-    args = dict(model=name, num_classes=CLASSES, model_kwargs=kwargs, img_size=32, crop_pct=1.0)
-    args |= dict(mean=[mean] * 3, std=[0.5] * 3, **more)
-    torch.save({"state_dict": model.state_dict(), "args": argparse.Namespace(**args)}, file)
-    return file
+def save(model, name, file, mean=0.5, **stated):
+    """A checkpoint of a run that kept images as they are and normalised them by ``mean``."""
+    images = dict(img_size=32, crop_pct=1.0, mean=[mean] * 3, std=[0.5] * 3)
+    return save_as_train_py(file, model, name, **images, **stated)
 
 
 @torch.no_grad()
@@ -70,7 +66,7 @@ def nll(p, labels):
 
 
 def test_one_classifier(splits, model, tmp_path):
-    checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
+    checkpoint = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
     result = evaluate([checkpoint], image_folder(splits), inference=HERE)
     p, labels = probabilities_and_labels(model, splits / "val")
     right = p.argmax(1) == labels
@@ -86,8 +82,8 @@ def test_one_classifier(splits, model, tmp_path):
 def test_an_ensemble_of_models_with_preprocessings_of_their_own(splits, model, tmp_path):
     routed = seeded_model("vit_tiny_moe", 2)
     checkpoints = [
-        save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar"),
-        save_as_train_py(routed, "vit_tiny_moe", tmp_path / "b.pth.tar", mean=0.3),
+        save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar"),
+        save(routed, "vit_tiny_moe", tmp_path / "b.pth.tar", mean=0.3),
     ]
     result = evaluate(checkpoints, image_folder(splits), inference=HERE)
     p, labels = probabilities_and_labels(model, splits / "val")
@@ -140,7 +136,7 @@ def test_stated_preprocessing_is_what_images_go_through(splits, model, tmp_path,
 
 
 def test_other_data_are_told_by_confidence(splits, model, tmp_path):
-    checkpoint = save_as_train_py(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
+    checkpoint = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
     result = evaluate([checkpoint], image_folder(splits), image_folder(splits, "other"), inference=HERE)
     inside, outside = (probabilities_and_labels(model, splits / name)[0].max(1) for name in ("val", "other"))
     assert result["ood_images"] == 20
@@ -155,6 +151,21 @@ def test_autocast(splits, model):
         for dtype in (None, torch.bfloat16)
     )
     assert 0 < abs(precise["nll"] - coarse["nll"]) < 0.1
+
+
+def written_by_the_command(checkpoint, splits, *options):
+    file = checkpoint.with_suffix(".json")
+    arguments = ["evaluate", str(checkpoint), "--data-dir", str(splits), "-j", "0", "--device", "cpu", *options]
+    assert main([*arguments, "--json", str(file), "--overwrite"]) == 0
+    return json.loads(file.read_text())
+
+
+def test_the_command_in_mixed_precision(splits, model, tmp_path):
+    checkpoint = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
+    precise = written_by_the_command(checkpoint, splits)
+    coarse = written_by_the_command(checkpoint, splits, "--amp", "--amp-dtype", "bfloat16")
+    assert 0 < abs(precise["metrics"]["nll"] - coarse["metrics"]["nll"]) < 0.1
+    assert ("amp_dtype" in precise, coarse["amp"], coarse["amp_dtype"]) == (False, True, "bfloat16")
 
 
 def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
@@ -203,9 +214,9 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
 def test_errors_are_one_sentence_before_any_forward(splits, model, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    save_as_train_py(model, "vit_tiny_patch16_224", "a.pth.tar")
+    save(model, "vit_tiny_patch16_224", "a.pth.tar")
     model.reset_classifier(3)
-    checkpoint = torch.load(save_as_train_py(model, "vit_tiny_patch16_224", "b.pth.tar"), weights_only=False)
+    checkpoint = torch.load(save(model, "vit_tiny_patch16_224", "b.pth.tar"), weights_only=False)
     checkpoint["args"].num_classes = 3
     torch.save(checkpoint, "b.pth.tar")
     monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run."))
@@ -266,8 +277,7 @@ def test_other_classes_of_the_same_number_are_warned_of(splits, model, tmp_path,
     """By the names that the folder of the model states, wherever it was trained."""
     names = [f"class{label}" for label in range(CLASSES)]
     labels = {str(number): name for number, name in enumerate(names)} if by_number else names
-    kwargs = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
-    save_for_hf(model, str(tmp_path / "vit"), dict(label_names=labels), model_args=kwargs, safe_serialization=True)
+    save_for_hf(model, str(tmp_path / "vit"), dict(label_names=labels), model_args=OPTIONS, safe_serialization=True)
     evaluate([tmp_path / "vit"], image_folder(splits, "val"), inference=HERE)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     (tmp_path / "val").mkdir()
@@ -368,6 +378,14 @@ def test_mc_dropout_is_evaluated_as_members(splits):
     models = [with_dropout(), with_dropout("vit_tiny_ewa_moe")]
     both = evaluate(models, image_folder(splits, "val"), inference=HERE, members=sampled_members(2))
     assert both["members"] == 4
+
+
+def test_mc_dropout_by_the_command(splits, tmp_path):
+    stated = {"model_kwargs": {**OPTIONS, "expert_dropout": 0.5}}
+    checkpoint = save(with_dropout(), "vit_small_moe", tmp_path / "a.pth.tar", **stated)
+    written = written_by_the_command(checkpoint, splits, "--mc-dropout", "3")
+    assert (written["mc_dropout"], written["metrics"]["members"]) == (3, 3)
+    assert written["metrics"]["pairwise_kl"] > 0
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,18 @@ def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
         assert f"{result['accuracy']:.2%} ± {result['standard_error']:.2%}" in printed
 
 
+def test_the_seed_repeats_the_draws(colours, tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    timm.models.save_for_hf(model, str(tmp_path / "model"), safe_serialization=True)
+    options = ["--data-dir", str(colours), "--split", "test", "--shots", "1", "--draws", "3", "-j", "0", "--overwrite"]
+    results = []
+    for seed in ("1", "1", "2"):
+        command = ["fewshot", str(tmp_path / "model"), *options, "--seed", seed, "--json", str(tmp_path / "out.json")]
+        assert main(command) == 0
+        results.append(json.loads((tmp_path / "out.json").read_text())["results"])
+    assert results[0] == results[1] != results[2]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

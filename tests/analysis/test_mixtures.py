@@ -15,7 +15,6 @@ from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder, load_classifiers
 from timm_moe.analysis.mixtures import SHOWN_SLOTS, Mixture, collect_mixtures, mixing_layers
 from timm_moe.layers import SoftRouter
-from timm_moe.report.sections.patches import _shaded
 from timm_moe.report.sections.routing import routing_section
 from timm_moe_cli import main
 
@@ -173,10 +172,3 @@ def test_the_report_shows_them(options, title, rows, splits):
     (part,) = routing_section(seen).parts
     assert part.routes is None
     assert "not patches of an image" in part.text
-
-
-def test_the_heaviest_patch_is_the_brightest():
-    weights = torch.tensor([[0.1, 0.2], [0.4, 0.3]])
-    shaded = _shaded(torch.full((3, 4, 4), 200, dtype=torch.uint8), weights)
-    assert shaded[0, ::2, ::2].tolist() == [[72, 115], [200, 157]]
-    assert torch.equal(shaded[:, ::2, ::2], shaded[:, 1::2, 1::2])

@@ -10,8 +10,7 @@ from functools import cache
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
-from exported import OPTIONS, SPEC, edit
+from common import OPTIONS, SMALL_VIT, SPEC, edit, save_as_train_py
 from timm.models import save_for_hf
 from torch.overrides import TorchFunctionMode
 
@@ -61,15 +60,8 @@ class Largest(TorchFunctionMode):
 
 
 @cache
-def weights():
-    return timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT).state_dict()
-
-
-def save(file, state_dict=None, **stated):
-    args = {"model": "vit_tiny_ewa_moe", "num_classes": 5, "model_kwargs": OPTIONS, **stated}
-    state_dict = weights() if state_dict is None else state_dict
-    torch.save({"state_dict": state_dict, "args": argparse.Namespace(**args), "epoch": 1, "metric": 1.0}, file)
-    return file
+def vit():
+    return timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
 
 
 # --- values without end
@@ -82,7 +74,7 @@ DEPENDENT = ("amp", "amp_dtype", "kd_model_name", "distill_loss_weight", "interp
 @pytest.mark.parametrize("kind", NESTS)
 @pytest.mark.parametrize("name", [*READ, *PUBLISHED, *DEPENDENT])
 def test_a_nested_argument(quickly, tmp_path, name, kind):
-    file = save(tmp_path / "a.pth", **{name: nest(kind)})
+    file = save_as_train_py(tmp_path / "a.pth", vit(), **{name: nest(kind)})
     spec = SPEC if name in ("model", "model_kwargs", "num_classes") else None
     try:
         text = push_dense(file, "user/vit", dry_run=True, spec=spec).card
@@ -93,7 +85,7 @@ def test_a_nested_argument(quickly, tmp_path, name, kind):
 
 @pytest.mark.parametrize("kind", NESTS)
 def test_nests_in_other_places(quickly, tmp_path, kind):
-    content = torch.load(save(tmp_path / "a.pth"), weights_only=False)
+    content = {**torch.load(save_as_train_py(tmp_path / "a.pth", vit()), weights_only=False), "metric": 1.0}
     changes = [
         {"args": nest(kind)},
         {"epoch": nest(kind), "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1")},
@@ -119,7 +111,8 @@ def test_nests_in_other_places(quickly, tmp_path, kind):
 
 
 def test_commands_on_a_nest(quickly, tmp_path, capsys):
-    file = save(tmp_path / "a.pth", model_kwargs={"patch_size": nest()}, mean=nest(), dataset=nest())
+    stated = dict(model_kwargs={"patch_size": nest()}, mean=nest(), dataset=nest())
+    file = save_as_train_py(tmp_path / "a.pth", vit(), **stated)
     for command in (["info", file], ["export", file, tmp_path / "out"], ["push", file, "user/vit", "--dry-run"]):
         assert main(list(map(str, command))) == 1
         assert len(capsys.readouterr().err) < 500
@@ -164,8 +157,7 @@ def test_sizes_that_the_weights_do_not_have(quickly, ewa_vit, dense_vit, tmp_pat
             stated = {**stated, "model_kwargs": OPTIONS}
         else:
             stated = {"model_kwargs": {**OPTIONS, **stated}}
-        state_dict = dense_vit.state_dict() if kind == "dense checkpoint" else ewa_vit.state_dict()
-        source = save(tmp_path / "a.pth", state_dict, **stated)
+        source = save_as_train_py(tmp_path / "a.pth", dense_vit if kind == "dense checkpoint" else ewa_vit, **stated)
         if "optimizer" in kind:  # which makes the file large
             torch.save({**torch.load(source, weights_only=False), "optimizer": torch.zeros(10**6)}, source)
     with Largest() as made, pytest.raises(ValueError, match=r"a\.pth|moe cannot be created|vit_tiny_ewa_moe"):
@@ -178,8 +170,9 @@ def test_a_tensor_may_claim_more_than_it_holds(quickly, ewa_vit, tmp_path):
     """By strides of 0, or as one storage under many names."""
     state_dict = {**ewa_vit.state_dict(), "head.weight": torch.zeros(1, 1).expand(10**6, 32)}
     state_dict["head.bias"] = torch.zeros(1).expand(10**6)
-    file = save(tmp_path / "a.pth", state_dict, num_classes=10**6)
-    torch.save({**torch.load(file, weights_only=False), "optimizer": torch.zeros(10**6)}, file)
+    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, num_classes=10**6)
+    content = torch.load(file, weights_only=False)
+    torch.save({**content, "state_dict": state_dict, "optimizer": torch.zeros(10**6)}, file)
     with Largest() as made, pytest.raises(ValueError, match=r"a\.pth"):
         load_source(file)
     assert made.elements < 2**21
@@ -187,7 +180,7 @@ def test_a_tensor_may_claim_more_than_it_holds(quickly, ewa_vit, tmp_path):
 
 def test_a_record_may_claim_more_than_the_file(quickly, tmp_path):
     """torch.save never compresses; what is compressed may become any size in memory."""
-    file = save(tmp_path / "a.pth")
+    file = save_as_train_py(tmp_path / "a.pth", vit())
     with zipfile.ZipFile(file) as archive:
         records = {record.filename: archive.read(record) for record in archive.infolist()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -201,9 +194,9 @@ def test_a_record_may_claim_more_than_the_file(quickly, tmp_path):
 
 
 def test_experts_of_a_dense_checkpoint_are_the_users_choice(dense_vit, tmp_path):
-    file = save(tmp_path / "a.pth", dense_vit.state_dict(), model_kwargs={**OPTIONS, "num_experts": 16})
+    file = save_as_train_py(tmp_path / "a.pth", dense_vit, model_kwargs={**OPTIONS, "num_experts": 16})
     assert timm_moe.moe_layers(load_source(file))["blocks.1.mlp"].num_experts == 16
-    file = save(tmp_path / "a.pth", dense_vit.state_dict())
+    file = save_as_train_py(tmp_path / "a.pth", dense_vit)
     model = load_source(file, ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, "num_experts": 100}))
     assert timm_moe.moe_layers(model)["blocks.1.mlp"].num_experts == 100
 
@@ -254,7 +247,7 @@ def test_no_checkpoint(tmp_path, put, name):
 
 @pytest.mark.timeout(20)
 def test_no_table_and_no_log_of_epochs(tmp_path, put):
-    file = save(tmp_path / "last.pth.tar", eval_metric="top1")
+    file = save_as_train_py(tmp_path / "last.pth.tar", vit(), eval_metric="top1")
     put(tmp_path / "summary.csv")
     refused(timm_moe.export_dense, file, tmp_path / "out")
     put(tmp_path / FILE)

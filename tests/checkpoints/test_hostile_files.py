@@ -4,7 +4,6 @@ A process that opens no socket, and writes, reads and makes nothing but what the
 nor plant anything, whatever the file states.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -13,14 +12,12 @@ import tempfile
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import OPTIONS, SMALL_VIT, edit, save_as_train_py
 from PIL import Image
 from processes import run_code
 from timm.models import save_for_hf
 
 pytest.importorskip("torchmetrics")
-
-OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 
 #: Runs commands, each on its file, and prints what each did to files and sockets.
 WATCHED = """
@@ -64,17 +61,9 @@ def routed():
     return timm.create_model("vit_tiny_moe", **SMALL_VIT)
 
 
-def save_checkpoint(file, **stated):
-    args = {"model": "vit_tiny_moe", "num_classes": 5, "model_kwargs": OPTIONS, **stated}
-    torch.save({"state_dict": routed().state_dict(), "args": argparse.Namespace(**args), "epoch": 1}, file)
-    return file
-
-
 def save_folder(folder, change):
     save_for_hf(routed(), str(folder), model_args=OPTIONS, safe_serialization=True)
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, change)
     return folder
 
 
@@ -186,7 +175,8 @@ def runs(request, root, places):
     work, torch_state = root / "work", torch.random.get_rng_state()
     sources = {}
     for kind, (stated, _) in CHECKPOINTS.items():
-        sources[f"{kind} in a checkpoint"] = save_checkpoint(work / f"{kind}.pth", **filled(stated, places)).name
+        file = save_as_train_py(work / f"{kind}.pth", routed(), "vit_tiny_moe", **filled(stated, places))
+        sources[f"{kind} in a checkpoint"] = file.name
     for kind, (change, _) in FOLDERS.items():
         file = save_folder(work / kind, change) / "config.json"
         file.write_text(json.dumps(filled(json.loads(file.read_text()), places)))

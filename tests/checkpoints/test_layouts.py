@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import OPTIONS, SMALL_VIT, SPEC
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from timm_moe.checkpoints.source import ModelSpec, load_source, read_checkpoint
-
-OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
-SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
+from timm_moe.checkpoints.source import load_source, read_checkpoint
 
 
 def vit():

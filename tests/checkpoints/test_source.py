@@ -1,6 +1,5 @@
 """From files to models: nothing guessed in silence, nothing changed to fit, and what the user states goes first."""
 
-import argparse
 import json
 import logging
 import math
@@ -8,7 +7,7 @@ import math
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, SMALL_VIT_KWARGS
+from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, SPEC, edit, save_as_train_py
 from families import SMALL
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
@@ -23,8 +22,7 @@ from timm_moe.info import registered_models
 from timm_moe.model_config import preprocessing
 from timm_moe_cli import main
 
-OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
-SPEC = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+ARGUMENTS = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
 
 
 def warnings(caplog):
@@ -42,26 +40,12 @@ def folder(ewa_vit, tmp_path):
     return tmp_path / "vit"
 
 
-def edit(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def save_checkpoint(file, trained, **more):
-    args = argparse.Namespace(**{"model": "vit_tiny_ewa_moe", "num_classes": 5, "model_kwargs": OPTIONS, **more})
-    torch.save({"state_dict": trained.state_dict(), "args": args}, file)
-    return file
-
-
 # --- what a file may state
 
 
 def test_what_files_of_each_family_state_is_allowed():
     for name, options in SMALL.items():
-        stated = {"num_classes", "in_chans", "img_size", *(options if isinstance(options, dict) else ())}
-        missing = stated - architecture_arguments(f"{name}_ewa_moe") - {"img_size", "in_chans"}
-        assert not missing, name
+        assert {"num_classes", "in_chans", *options} <= architecture_arguments(f"{name}_ewa_moe"), name
     assert {"num_experts", "top_k", "embed_dim", "img_size", "official_compat"} <= architecture_arguments("widenet_b")
     assert {"shifted_patches", "base_dims"} <= architecture_arguments("pit_xs_32_ewa_moe")
     assert {"stem_width", "window_size"} <= architecture_arguments("maxvit_tiny_tf_224_ewa_moe")
@@ -92,7 +76,7 @@ def test_nothing_that_leads_elsewhere_is_allowed(name):
 
 def test_what_the_user_states_goes_before_the_file(ewa_vit, tmp_path):
     """Also where the file states what it may not."""
-    file = save_checkpoint(tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9})
+    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9})
     with pytest.raises(ValueError, match=r"a\.pth states the argument cache_dir for vit_tiny_ewa_moe, which is none"):
         load_source(file)
     spec = ModelSpec(kwargs={"cache_dir": None, "num_experts": 4})
@@ -101,7 +85,7 @@ def test_what_the_user_states_goes_before_the_file(ewa_vit, tmp_path):
 
 def test_a_student_is_exported_by_the_folder_that_the_user_names(ewa_vit, folder, tmp_path, capsys):
     """train.py notes down the folder it was given; a file must not lead there by itself."""
-    save_checkpoint(tmp_path / "a.pth", ewa_vit, model=f"local-dir:{folder}", model_kwargs={})
+    save_as_train_py(tmp_path / "a.pth", ewa_vit, model=f"local-dir:{folder}", model_kwargs={})
     assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out")]) == 1
     assert "say yourself where it is, with --model local-dir:FOLDER" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out"), "--model", f"local-dir:{folder}"]) == 0
@@ -236,7 +220,7 @@ def test_no_nan_in_json(tmp_path):
 
 
 def test_preprocessing_is_told_with_its_origin(ewa_vit, tmp_path, capsys, caplog):
-    file = save_checkpoint(tmp_path / "a.pth", ewa_vit, std=[0.2] * 3, crop_pct=0.8, mean=[0.3] * 3, img_size=32)
+    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, std=[0.2] * 3, crop_pct=0.8, mean=[0.3] * 3, img_size=32)
     caplog.set_level(logging.INFO, "timm_moe")
     options = ["--mean", "0.1", "0.2", "0.3", "--crop-pct", "0.7", "--interpolation", "bilinear"]
     assert main(["export", str(file), str(tmp_path / "out"), *options]) == 0
@@ -295,7 +279,7 @@ def test_what_is_stated_holds_for_validate_py_too(ewa_vit):
     ],
 )
 def test_preprocessing_that_cannot_be(ewa_vit, tmp_path, capsys, option, message):
-    save_checkpoint(tmp_path / "a.pth", ewa_vit)
+    save_as_train_py(tmp_path / "a.pth", ewa_vit)
     assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out"), *option]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -342,7 +326,7 @@ def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, pref
     checkpoint = {"state_dict": {**weights, "criterion.weight": torch.ones(5)}, "pytorch-lightning_version": "2.5"}
     torch.save(checkpoint, tmp_path / "a.ckpt")
     caplog.set_level(logging.INFO, "timm_moe")
-    assert same(load_source(tmp_path / "a.ckpt", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)), ewa_vit)
+    assert same(load_source(tmp_path / "a.ckpt", SPEC), ewa_vit)
     assert f"under {prefix.partition('.')[0]}; not taken: criterion.weight." in caplog.text
     if prefix == "model.":
         both = {**weights, **{name.replace("model.", "net.", 1): tensor for name, tensor in weights.items()}}
@@ -350,7 +334,7 @@ def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, pref
         with pytest.raises(
             ValueError, match=r"b\.ckpt holds several models, under model\. and net\.: write the weights"
         ):
-            load_source(tmp_path / "b.ckpt", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS))
+            load_source(tmp_path / "b.ckpt", SPEC)
 
 
 def test_a_folder_of_transformers(dense_vit, tmp_path):
@@ -381,9 +365,9 @@ def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys
 
 
 def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
-    load_source(save_checkpoint(tmp_path / "last.pth.tar", ewa_vit, naflex_loader=True))
+    load_source(save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, naflex_loader=True))
     assert "was trained with --naflex-loader: here its images are cropped to one size" in caplog.text
-    file = save_checkpoint(tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt")
+    file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt")
     caplog.clear()
     timm_moe.export_dense(file, tmp_path / "without")
     assert "class map" not in caplog.text
@@ -393,9 +377,9 @@ def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
 
 def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):
     trained = timm.create_model("test_efficientnet", num_classes=5, bn_eps=0.1)
-    args = dict(model="test_efficientnet", num_classes=5, bn_eps=0.1)
-    torch.save({"state_dict": trained.state_dict(), "args": argparse.Namespace(**args)}, tmp_path / "last.pth.tar")
-    loaded = load_source(tmp_path / "last.pth.tar")
+    loaded = load_source(
+        save_as_train_py(tmp_path / "last.pth.tar", trained, "test_efficientnet", model_kwargs={}, bn_eps=0.1)
+    )
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(loaded.eval()(images), trained.eval()(images))
 
@@ -406,8 +390,8 @@ def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeyp
     expected = capsys.readouterr().out
     assert "4 in each of 2 layers" in expected
     torch.save(ewa_vit.state_dict(), "weights.pth")
-    save_checkpoint("last.pth.tar", ewa_vit)
-    for arguments in (["./last.pth.tar"], ["vit"], [f"local-dir:{folder}"], ["weights.pth", *SPEC]):
+    save_as_train_py("last.pth.tar", ewa_vit)
+    for arguments in (["./last.pth.tar"], ["vit"], [f"local-dir:{folder}"], ["weights.pth", *ARGUMENTS]):
         assert main(["info", *arguments]) == 0
         lines = capsys.readouterr().out.splitlines()
         norms = [line for line in lines if line.startswith("  LayerNorm divergence   norm1.weight 0, ")]

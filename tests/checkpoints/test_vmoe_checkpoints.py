@@ -265,14 +265,20 @@ def test_flipped_bytes_never_crash(copy, data):
         assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
 
 
-def claims(count, change=None):
-    """The index with another number of shards, or with the first entry whose slices have another holder changed."""
+def packed(*bounds):
+    return msgpack.packb([msgpack.packb([start, stop, step]) for start, stop, step in bounds])
+
+
+def claims(count=3, slices=None, shards=None):
+    """The index with another number of shards, or with other slices or shards of "cls", which has shape (1, 1, 16)."""
     index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
     index["shard_count"] = count
-    if change is not None:
-        info, slices, shards = msgpack.unpackb(index["index"]["cls"].data)
-        index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, [change] * len(shards)]))
+    info, *whole = msgpack.unpackb(index["index"]["cls"].data)
+    index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices or whole[0], shards or whole[1]]))
     return msgpack.packb(index)
+
+
+ONE = (0, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +291,13 @@ def claims(count, change=None):
         (b"\x82\xabshard_count\x03\xa5index" + b"\x81\xa1x" * 1000 + b"\x80", "index is (truncated or )?damaged"),
         (msgpack.packb({"shard_count": 1, "index": {}}), "index is damaged"),
         (claims(10**9), "The shard .* is missing"),
-        (claims(3, 9), "index is damaged"),
-        (claims(3, -1), "index is damaged"),
+        (claims(shards=[9]), "index is damaged"),
+        (claims(shards=[-1]), "index is damaged"),
+        (claims(slices=[packed((0, 1, 2), (0, 1, 2), (0, 16, 2))]), "index is damaged"),
+        (  # they overlap and leave a hole
+            claims(slices=[packed(ONE, ONE, (0, 8, None)), packed(ONE, ONE, (4, 12, None))], shards=[0, 1]),
+            "index is damaged",
+        ),
     ],
 )
 def test_an_index_that_claims_what_is_not_so(copy, index, message):
@@ -294,24 +305,6 @@ def test_an_index_that_claims_what_is_not_so(copy, index, message):
     with pytest.raises((ValueError, OSError), match=message):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()
-
-
-def test_slices_that_overlap_and_leave_a_hole(copy):
-    index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
-    info, *_ = msgpack.unpackb(index["index"]["cls"].data)  # of shape (1, 1, 16)
-
-    def packed(*bounds):
-        return msgpack.packb([msgpack.packb([start, stop, None]) for start, stop in bounds])
-
-    slices = [packed((0, 1), (0, 1), (0, 8)), packed((0, 1), (0, 1), (4, 12))]
-    index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, [0, 1]]))
-    copy.with_name("vmoe_tiny.index").write_bytes(msgpack.packb(index))
-    with pytest.raises(ValueError, match="index is damaged"):
-        import_checkpoint(copy, copy.with_name("a.safetensors"))
-
-
-def packed(*bounds):
-    return msgpack.packb([msgpack.packb([start, stop, step]) for start, stop, step in bounds])
 
 
 def write_sliced(folder, rows):
@@ -399,17 +392,6 @@ def test_shapes_of_no_and_too_many_dimensions():
     assert not tile([((0, 1.5),)], [1.5])
     with pytest.raises(ValueError, match="dimension"):
         tile([((0, 1),) * 99], [1] * 99)
-
-
-def test_slices_with_steps_are_refused(copy):
-    index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
-    info, slices, shards = msgpack.unpackb(index["index"]["cls"].data)
-    bounds = [msgpack.unpackb(bound) for bound in msgpack.unpackb(slices[0])]
-    slices[0] = packed(*((start, stop, 2) for start, stop, _ in bounds))
-    index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices, shards]))
-    copy.with_name("vmoe_tiny.index").write_bytes(msgpack.packb(index))
-    with pytest.raises(ValueError, match="index is damaged"):
-        import_checkpoint(copy, copy.with_name("a.safetensors"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

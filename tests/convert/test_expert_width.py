@@ -5,7 +5,7 @@ import copy
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import OPTIONS, SMALL_VIT
 from families import SMALL
 from safetensors.torch import save_file
 
@@ -18,7 +18,6 @@ from timm_moe.layers import MoeMlp, SharedExpertMlp
 
 #: All four parts of a copy for every token, without gates: the upcycled model is the dense one.
 EXACT = dict(router="top_k", top_k=4, num_experts=8, expert_width=0.25, gate_mode="one", capacity_factor="none")
-OPTIONS = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"}
 
 
 def dense_and_images():

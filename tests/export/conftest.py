@@ -6,8 +6,7 @@ import re
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
-from exported import OPTIONS
+from common import OPTIONS, SMALL_VIT
 from hub_client import READ_TOKEN, TOKEN, Worker, client_environment
 from hub_server import hub_server
 

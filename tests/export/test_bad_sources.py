@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from exported import OPTIONS, SPEC, edit
+from common import OPTIONS, SPEC, edit
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
@@ -154,9 +154,3 @@ def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
                 tmp_path / "a.pth", tmp_path / "vit", spec=ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, **kwargs})
             )
     assert not (tmp_path / "vit").exists()
-
-
-def test_missing_ema(ewa_vit, tmp_path):
-    torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match="has no EMA weights"):
-        timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit", spec=SPEC, use_ema=True)

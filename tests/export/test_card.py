@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, SMALL_VIT_KWARGS
-from exported import OPTIONS
+from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS
 from hub_client import front_matter
 
 import timm_moe

@@ -1,12 +1,11 @@
 """Entries of an export's config.json: names of the classes, the licence, the history of the weights."""
 
-import argparse
 import json
 
 import pytest
 import timm
 import torch
-from exported import OPTIONS, edit
+from common import OPTIONS, edit, save_as_train_py
 from PIL import Image
 
 import timm_moe
@@ -67,10 +66,9 @@ def test_a_checkpoint_names_no_classes(ewa_vit, tmp_path):
     """Those of the folder that training began from may be others."""
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
     student = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
-    args = argparse.Namespace(model=f"local-dir:{tmp_path / 'vit'}", num_classes=5)
-    torch.save({"state_dict": student.state_dict(), "args": args}, tmp_path / "last.pth.tar")
+    file = save_as_train_py(tmp_path / "last.pth.tar", student, f"local-dir:{tmp_path / 'vit'}", model_kwargs={})
     spec = ModelSpec(f"local-dir:{tmp_path / 'vit'}")  # no file may lead there by itself
-    timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "student", spec=spec)
+    timm_moe.export_dense(file, tmp_path / "student", spec=spec)
     assert _names_in(tmp_path / "student") == (None, None)
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
-from exported import OPTIONS, SPEC
+from common import OPTIONS, SMALL_VIT, SPEC
 from processes import run_code
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf

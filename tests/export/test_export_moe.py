@@ -6,8 +6,7 @@ import os
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
-from exported import OPTIONS
+from common import OPTIONS, SMALL_VIT, save_as_train_py
 from hub_client import output_of
 from safetensors.torch import load_file
 
@@ -56,9 +55,8 @@ def test_arguments_that_nobody_told(tmp_path):
 def test_the_expert_model_itself(tmp_path, images, capsys):
     """A folder that timm's scripts take as a teacher."""
     model = timm.create_model("widenet_b", mlp_ratio=2, official_compat=True, **SMALL_VIT).eval()
-    kwargs = {name: value for name, value in SMALL_VIT.items() if name != "num_classes"} | {"mlp_ratio": 2}
-    args = argparse.Namespace(model="widenet_b", num_classes=5, model_kwargs=kwargs | {"official_compat": True})
-    torch.save({"state_dict": model.state_dict(), "args": args}, tmp_path / "last.pth.tar")
+    kwargs = OPTIONS | {"mlp_ratio": 2, "official_compat": True}
+    save_as_train_py(tmp_path / "last.pth.tar", model, "widenet_b", model_kwargs=kwargs)
     assert main(["export", "--moe", str(tmp_path / "last.pth.tar"), str(tmp_path / "teacher")]) == 0
     assert "timm with this package loads it bit for bit" in capsys.readouterr().out
     assert main(["export", "--moe", str(tmp_path / "teacher"), str(tmp_path / "again")]) == 0

@@ -8,8 +8,8 @@ import pytest
 import timm
 import torch
 import torchvision
-import yaml
 from common import SMALL_VIT
+from hub_client import front_matter
 from PIL import Image
 from processes import run_code
 from safetensors.torch import load_file
@@ -339,15 +339,11 @@ assert "transformers" not in sys.modules
 # --- on the Hub
 
 
-def metadata(card):
-    return yaml.safe_load(card.split("---")[1])
-
-
 def test_the_card_of_a_model_of_transformers(transformers):
     model = with_experts(of_transformers(transformers, "vit"))
     pushed = push_dense(model, "user/my-vit", dry_run=True, revision="v1", license="mit", metrics={"top1": 50})
     assert set(pushed.files) == {"README.md", "config.json", "model.safetensors"}
-    told = metadata(pushed.card)
+    told = front_matter(pushed.card)
     assert (told["library_name"], told["license"]) == ("transformers", "mit")
     assert told["pipeline_tag"] == "image-classification"
     assert told["tags"] == ["image-classification", "timm_moe"]
@@ -363,7 +359,7 @@ def test_the_card_of_a_model_of_transformers(transformers):
 def test_the_card_of_a_state_dict():
     model = torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5)
     pushed = push_dense(model, "user/my-vit", dry_run=True)
-    told = metadata(pushed.card)
+    told = front_matter(pushed.card)
     assert told["library_name"] == "pytorch"
     assert told["tags"] == ["torchvision", "timm_moe"]
     assert "pipeline_tag" not in told

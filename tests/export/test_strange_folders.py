@@ -7,7 +7,7 @@ import shutil
 import pytest
 import timm
 import torch
-from exported import OPTIONS, edit
+from common import OPTIONS, edit
 from timm.models import save_for_hf
 
 import timm_moe

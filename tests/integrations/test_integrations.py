@@ -4,20 +4,13 @@ import pytest
 import timm
 import torch
 import torchvision
-from common import SMALL_VIT
-from foreign_loop import Classifier, lightning_classifier, spread
+from averaging_loop import spread
+from common import SMALL_VIT, SMALL_VIT_KWARGS
+from foreign_loop import Classifier, Images, lightning_classifier
 from safetensors.torch import load_file
 
 import timm_moe
-
-
-class Images(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        pixels = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
-        return {"pixel_values": pixels, "labels": index % 5}
+from timm_moe_cli import main
 
 
 def classifier(router):
@@ -38,7 +31,7 @@ def test_trainer(router, tmp_path):
         report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
     model = Classifier(classifier(router))
-    trainer = transformers.Trainer(model, args, train_dataset=Images(), callbacks=[ExpertCallback()])
+    trainer = transformers.Trainer(model, args, train_dataset=Images(16), callbacks=[ExpertCallback()])
     trainer.train()
     assert spread(model) < 1e-6
     assert trainer.state.log_history[0]["ewa/share_rate"] == 0.375
@@ -47,7 +40,8 @@ def test_trainer(router, tmp_path):
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.filterwarnings("ignore")
-def test_lightning(router, tmp_path):
+def test_lightning(router, tmp_path, images):
+    """Its checkpoint is a source of the commands, too."""
     lightning = pytest.importorskip("lightning")
     from timm_moe.integrations.lightning import ExpertCallback
 
@@ -56,9 +50,15 @@ def test_lightning(router, tmp_path):
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[ExpertCallback()],
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(Images(), 8))
+    trainer.fit(module, torch.utils.data.DataLoader(Images(16), 8))
     assert spread(module) < 1e-6
     assert trainer.callback_metrics["ewa/share_rate"] == 0.75
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    name = "vit_tiny_ewa_moe" if router == "random" else "vit_tiny_moe"
+    spec = ["--model", name, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+    assert main(["export", "--moe", str(tmp_path / "last.ckpt"), str(tmp_path / "moe"), *spec]) == 0
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), module.model.eval()(images))
 
 
 @pytest.mark.parametrize("kind", ["transformers", "torchvision"])

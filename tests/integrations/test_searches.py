@@ -6,9 +6,9 @@ import pytest
 import timm
 import torch
 from common import SMALL_VIT
-from foreign_loop import Classifier, lightning_classifier
+from foreign_loop import Classifier, Images, lightning_classifier
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.callbacks import add_router_losses, start_averaging
@@ -19,15 +19,6 @@ MODELS = {
     "ewa": dict(model_name="vit_tiny_ewa_moe", share_rate=0.75, share_schedule="constant"),
     "routed": dict(model_name="vit_tiny_moe"),
 }
-
-
-class Images(Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": index % 5}
 
 
 def create(kind, most_images, forwards_before=0):
@@ -65,7 +56,7 @@ def trainer(tmp_path):
             str(tmp_path), max_steps=4, per_device_train_batch_size=16, report_to="none", disable_tqdm=True,
             use_cpu=True, auto_find_batch_size=True, save_strategy="no", **options,
         )  # fmt: skip
-        return transformers.Trainer(Classifier(model), args, train_dataset=Images(), callbacks=[ExpertCallback()])
+        return transformers.Trainer(Classifier(model), args, train_dataset=Images(32), callbacks=[ExpertCallback()])
 
     return make
 
@@ -93,7 +84,7 @@ def test_accelerates_search_with_an_optimizer_from_outside(kind, caplog):
     @utils.find_executable_batch_size(starting_batch_size=16)
     def train(batch_size):
         averaging = start_averaging(model, optimizer, 32 // batch_size)
-        for batch in DataLoader(Images(), batch_size):
+        for batch in DataLoader(Images(32), batch_size):
             outputs = model(batch["pixel_values"])
             add_router_losses(model, nn.functional.cross_entropy(outputs, batch["labels"])).backward()
             optimizer.step()
@@ -114,7 +105,7 @@ def lightning_run(tmp_path):
     def make(kind, most_images, *callbacks):
         module = lightning_classifier(create(kind, most_images))
         module.batch_size, module.lr = 2, 1e-3
-        module.train_dataloader = lambda: DataLoader(Images(), module.batch_size)
+        module.train_dataloader = lambda: DataLoader(Images(32), module.batch_size)
         module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=module.lr)
         quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)
         fit = lightning.Trainer(

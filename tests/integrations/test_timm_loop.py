@@ -11,7 +11,7 @@ import pytest
 import timm
 import timm.scheduler
 import torch
-from common import SMALL_VIT
+from common import OPTIONS, SMALL_VIT
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_grad
@@ -35,7 +35,7 @@ class Training:
         self.args = argparse.Namespace(
             model="vit_tiny_ewa_moe",
             num_classes=SMALL_VIT["num_classes"],
-            model_kwargs={**{k: v for k, v in SMALL_VIT.items() if k != "num_classes"}, **kwargs},
+            model_kwargs={**OPTIONS, **kwargs},
             img_size=32,
         )
         self.model = timm.create_model(self.args.model, num_classes=self.args.num_classes, **self.args.model_kwargs)

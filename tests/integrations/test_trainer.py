@@ -5,8 +5,9 @@ import copy
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
-from foreign_loop import spread
+from averaging_loop import spread
+from common import OPTIONS, SMALL_VIT
+from foreign_loop import Images
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ from timm_moe.export.export import export_moe
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from timm_moe.integrations.transformers import ExpertCallback, load_experts  # noqa: E402
+from timm_moe_cli import main  # noqa: E402
 
 pytestmark = [pytest.mark.ci]
 
@@ -38,21 +40,8 @@ def native(kind, **options):
 def wrapped(folder, name, **options):
     """A timm model in transformers' wrapper, as AutoModel opens it."""
     torch.manual_seed(0)
-    args = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
-    export_moe(timm.create_model(name, **SMALL_VIT, **options), folder, {**args, **options}, overwrite=True)
+    export_moe(timm.create_model(name, **SMALL_VIT, **options), folder, {**OPTIONS, **options}, overwrite=True)
     return transformers.AutoModelForImageClassification.from_pretrained(folder)
-
-
-class Images(torch.utils.data.Dataset):
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.pixels = torch.randn(24, 3, 32, 32, generator=generator)
-
-    def __len__(self):
-        return len(self.pixels)
-
-    def __getitem__(self, index):
-        return {"pixel_values": self.pixels[index], "labels": index % 5}
 
 
 def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, compute_loss_func=None, **options):
@@ -64,7 +53,7 @@ def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, c
     args = transformers.TrainingArguments(str(folder), **{**defaults, **options})
     callbacks = [ExpertCallback()] if callbacks is None else callbacks
     return trainer_class(
-        model, args, train_dataset=Images(), eval_dataset=Images(), callbacks=callbacks,
+        model, args, train_dataset=Images(24), eval_dataset=Images(24), callbacks=callbacks,
         compute_loss_func=compute_loss_func, model_init=model_init,
     )  # fmt: skip
 
@@ -180,7 +169,7 @@ def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path)
     smoothing = WAYS[way].get("label_smoothing_factor", 0.0)
     expected = 0.0
     for number in range(accumulation):
-        items = [Images()[index] for index in range(6 * number, 6 * number + 6)]
+        items = [Images(24)[index] for index in range(6 * number, 6 * number + 6)]
         pixels, labels = (
             torch.stack([item["pixel_values"] for item in items]),
             torch.tensor([i["labels"] for i in items]),
@@ -229,6 +218,16 @@ def test_without_the_callback_trainer_is_what_it_was(tmp_path):
     run = trainer(dense, tmp_path, max_steps=2)  # with the callback, without experts
     run.train()
     assert not any(name.startswith(("router/", "ewa/")) for logs in run.state.log_history for name in logs)
+
+
+@pytest.mark.parametrize(("name", "options"), [("vit_tiny_ewa_moe", []), ("vit_tiny_moe", ["--moe"])])
+def test_a_checkpoint_folder_is_exported(name, options, tmp_path):
+    run = trainer(wrapped(tmp_path / "model", name), tmp_path / "run", max_steps=2)
+    run.train()
+    assert main(["export", *options, str(tmp_path / "run/checkpoint-2"), str(tmp_path / "exported")]) == 0
+    exported = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
+    images = torch.randn(6, 3, 32, 32)
+    assert torch.equal(exported(images), run.model.timm_model.eval()(images))
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):

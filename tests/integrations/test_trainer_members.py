@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from common import SMALL_VIT
+from common import OPTIONS
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,8 +23,7 @@ NAMES = {"vmoe_pbe_s32": EXPERTS, "vit_be_s32": {}, "vit_mimo_s32": dict(batch_r
 def wrapped(name):
     """A model in transformers' wrapper."""
     torch.manual_seed(0)
-    args = {key: value for key, value in {**SMALL_VIT, **NAMES[name]}.items() if key != "num_classes"}
-    config = transformers.TimmWrapperConfig(architecture=name, model_args=args, num_labels=5)
+    config = transformers.TimmWrapperConfig(architecture=name, model_args={**OPTIONS, **NAMES[name]}, num_labels=5)
     model = transformers.TimmWrapperForImageClassification(config)
     nn.init.normal_(model.timm_model.head.weight)
     return model

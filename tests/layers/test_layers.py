@@ -61,7 +61,7 @@ def test_eval_forward_is_the_averaged_ffn_of_the_golden_file(golden_layer):
     torch.testing.assert_close(layer.eval()(rup["x"]), rup["y_eval_averaged_ffn"], rtol=0, atol=1e-12)
 
 
-@given(rows=st.integers(1, 40), num_experts=st.integers(1, 12))
+@given(rows=st.integers(0, 40), num_experts=st.integers(1, 12))
 def test_partition_gives_every_row_to_one_expert_in_equal_parts(rows, num_experts):
     order, ends, place, weight, _ = RandomPartition(num_experts)(torch.zeros(rows, 2))
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
@@ -337,20 +337,6 @@ def test_threads_and_plain_tensors_as_weights():
     y = torch.func.functional_call(layer, doubled, (x,))
     layer.load_state_dict(doubled)
     assert torch.equal(y, layer(x))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_as_one_graph(training):
-    layer = moe(8, 16).train(training)
-    x = torch.randn(10, 8)
-    torch.manual_seed(1)
-    expected = layer(x)
-    torch.manual_seed(1)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
-    compiled(x).sum().backward()
-    assert layer.fc1.weight.grad.abs().sum() > 0
 
 
 def test_an_unknown_init():

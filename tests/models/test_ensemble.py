@@ -11,7 +11,6 @@ import torch
 from common import DATA, SMALL_VIT, TINY, cases, dense_combine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from timm.layers import Mlp
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.task import ClassificationTask, LogitDistillationTask, MultiLabelClassificationTask
@@ -448,10 +447,3 @@ def test_a_stock_model_cannot_hold_an_ensemble(dense_vit):
     with pytest.raises(ValueError, match="a VisionTransformer does not"):
         timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2)
     timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2, ensemble="partitioning")
-
-
-def test_saved_model_loads(tmp_path, images):
-    model = ensemble().eval()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    loaded = ensemble(checkpoint_path=str(tmp_path / "model.safetensors")).eval()
-    torch.testing.assert_close(loaded(images), model(images))

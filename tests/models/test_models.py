@@ -5,13 +5,12 @@ import json
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, make_model
+from common import OPTIONS, SMALL_VIT, make_model
 from processes import run_code
 from safetensors.torch import save_file
 from timm.layers import set_fused_attn
 from timm.models import create_feature_extractor, get_arch_pretrained_cfgs, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import create_optimizer_v2
 from torchvision.models import feature_extraction
 
 import timm_moe
@@ -188,8 +187,7 @@ torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {
 
 
 def test_road_local_dir_and_an_moe_checkpoint_loads_as_it_is(ewa_vit, tmp_path, images):
-    options = {key: value for key, value in SMALL_VIT.items() if key != "num_classes"}
-    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=options, safe_serialization=True)
+    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
     assert json.loads((tmp_path / "moe/config.json").read_text())["architecture"] == "vit_tiny_ewa_moe"
     model = timm.create_model(f"local-dir:{tmp_path}/moe", pretrained=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ewa_vit.parameters(), strict=True))
@@ -288,14 +286,6 @@ def test_routed_experts_are_upcycled_from_a_dense_checkpoint(dense_vit, dense_fi
     torch.testing.assert_close(model.eval()(images), dense_vit(images), rtol=1e-4, atol=1e-5)
 
 
-def test_a_routed_model_is_saved_and_loaded_as_timm_does(images, tmp_path):
-    model = timm.create_model("vit_tiny_moe", num_experts=3, top_k=2, pre_logits=True, **SMALL_VIT).eval()
-    arguments = {**SMALL_VIT, "num_experts": 3, "top_k": 2, "pre_logits": True}
-    save_for_hf(model, str(tmp_path / "moe"), model_args=arguments, safe_serialization=True)
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
-    assert torch.equal(loaded(images), model(images))
-
-
 def test_a_routed_model_is_a_stock_class_to_timm(images):
     set_fused_attn(False)  # some pairs of timm and torch cannot trace the fused one
     try:
@@ -364,26 +354,6 @@ def test_checkpoints_of_another_kind_of_model_are_named():
         routed.load_state_dict(deeper.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*representation\.fc\.weight"):
         deeper.load_state_dict(routed.state_dict())
-
-
-@pytest.mark.parametrize("layer_decay", [None, 0.75])
-@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
-def test_experts_are_decayed_and_scaled_as_the_dense_network(name, layer_decay):
-    def settings_by_name(model):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = create_optimizer_v2(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay).param_groups
-        return {
-            names[id(parameter)]: (group["weight_decay"], group.get("lr_scale"))
-            for group in groups
-            for parameter in group["params"]
-        }
-
-    dense = settings_by_name(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
-    moe = settings_by_name(timm.create_model(name, **SMALL_VIT))
-    assert {key: value for key, value in moe.items() if "router" not in key} == dense
-    for block in (1, 3):
-        weight = f"blocks.{block}.mlp.fc1.weight"
-        assert moe.get(f"blocks.{block}.mlp.router.weight", moe[weight]) == moe[weight]
 
 
 FAMILIES = ("vit_small_ewa_moe", "vit_base_moe", "vit_xtiny", "pit_xs_32_ewa_moe", "vmoe_s32", "vimoe_s14", "widenet_b")

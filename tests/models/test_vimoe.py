@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
 from safetensors.torch import save_file
 from timm.layers import Mlp, SwiGLU
 
@@ -102,15 +101,6 @@ def test_image_routing_needs_the_class_token_as_first(name, options):
 
 
 @pytest.mark.ci
-def test_compiled_image_routing():
-    model = timm.create_model("vimoe_s14", **SMALL_VIT, num_experts=4)
-    images = torch.randn(6, 3, 32, 32)
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(images), model(images))
-    model.eval()
-    torch.testing.assert_close(compiled(images), model(images))
-
-
 def test_the_dense_control_is_the_sum_of_two_networks():
     """ViMoE, table 6: two networks, both always on."""
     control = timm.create_model("vimoe_s14", num_experts=2, top_k=2, gate_mode="one", **DINO).eval()

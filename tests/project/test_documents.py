@@ -26,12 +26,11 @@ from hub_server import hub_server
 from PIL import Image
 from processes import run_code
 from swin_moe_files import whole_model, write
+from train_script import SCRIPTS
 
 import timm_moe
 import timm_moe_cli
 from timm_moe.export.export import export_moe
-
-SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SECTIONS = {block.section: [b for b in BLOCKS if b.section == block.section] for block in BLOCKS}

@@ -246,7 +246,6 @@ def test_few_objects_change_while_a_process_runs():
     }
     assert found - CHANGING == set()
     assert found >= CHANGING - {"convert.gather.METHODS", "schedules.SCHEDULES"}  # which only users change
-    assert len(CHANGING) == 5
 
 
 @pytest.mark.parametrize(

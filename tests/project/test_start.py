@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from common import ROOT
 from processes import run_new
+from train_script import SCRIPTS, needs_scripts
 
 pytestmark = [pytest.mark.ci]
 
-SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
 #: The file name before a block of Python, the language and the block.
 BLOCK = re.compile(r"(?:Save this as `([^`]+)`:\n\n)?```(bash|python)\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.skipif(not SCRIPTS, reason="TIMM_SCRIPTS does not name a folder with timm's train.py and validate.py")
+@needs_scripts
 def test_the_ten_minutes(tmp_path):
     pytest.importorskip("sklearn")
     _, *steps = (ROOT / "docs/start.md").read_text(encoding="utf-8").split("\n## ")

@@ -1,10 +1,9 @@
 """The programmes of tests/stress (see docs/compatibility.md): small in CI, whole with ``-m stress``."""
 
-import os
-
 import pytest
 from common import ROOT
 from processes import run_script
+from train_script import needs_scripts
 
 PROGRAMMES = ROOT / "tests/stress"
 
@@ -36,7 +35,7 @@ def test_killed_while_writing(number, only):
     assert "export --overwrite, two at once: one of them whole" in output
 
 
-@pytest.mark.skipif("TIMM_SCRIPTS" not in os.environ, reason="TIMM_SCRIPTS does not name a folder with timm's train.py")
+@needs_scripts
 @pytest.mark.parametrize(("kills", "epochs"), [(2, 3), whole(20, 40)])
 def test_killed_while_training(kills, epochs):
     assert f"updates at the end: {epochs * 4}" in run("kill_training", "--kills", kills, "--epochs", epochs)

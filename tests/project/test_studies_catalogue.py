@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from timm.utils import ParseKwargs
-from tiny_study import DENSE, EWA, SCRIPTS, needs_scripts, small_study
+from tiny_study import DENSE, EWA, small_study
+from train_script import SCRIPTS, needs_scripts
 
 from studies import callbacks, candidates, corruptions, images
 from studies.catalogue import STUDIES

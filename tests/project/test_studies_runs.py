@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from common import ROOT
-from tiny_study import DENSE, EWA, make_runs, needs_scripts, small_study
+from tiny_study import DENSE, EWA, make_runs, small_study
+from train_script import needs_scripts
 
 from studies import corruptions, page, results
 from studies.deploy import Export

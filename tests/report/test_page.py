@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import SMALL_VIT, make_model
+from common import SMALL_VIT_KWARGS, make_model
 from observations import HERE, layer_of, seen_as
 from safetensors.torch import save_file
 
@@ -63,12 +63,11 @@ def test_nothing_of_a_name_becomes_code(report):
 
 def test_the_command(splits, tmp_path, capsys, monkeypatch):
     torch.manual_seed(0)
-    kwargs = [f"{name}={value}" for name, value in SMALL_VIT.items() if name != "num_classes"]
     save_file(make_model().state_dict(), tmp_path / "a.safetensors")
     save_file(make_model().state_dict(), tmp_path / "b.safetensors")
     sources = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
     options = ["--data-dir", str(splits), "-j", "0", "--device", "cpu", "--model", "vit_tiny_moe", "--num-classes", "5"]
-    options += ["--model-kwargs", *kwargs, "--img-size", "32"]
+    options += ["--model-kwargs", *SMALL_VIT_KWARGS, "--img-size", "32"]
     assert main(["report", *sources, *options, str(tmp_path / "out")]) == 0
     assert "open it in a browser" in capsys.readouterr().out
     text = (tmp_path / "out/index.html").read_text()

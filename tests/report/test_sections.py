@@ -71,10 +71,12 @@ def test_how_much_experts_prefer_classes_is_told():
     assert preference([[9, 0, 0], [0, 9, 0], [0, 0, 9]], [0, 0, 1]).startswith("No preference beyond chance.")
 
 
-def test_an_image_whose_patches_have_no_weight_is_dark():
+def test_the_heaviest_patch_is_the_brightest_and_one_without_weight_dark():
     pixels = torch.full((3, 4, 4), 200, dtype=torch.uint8)
     assert _shaded(pixels, torch.zeros(2, 2)).eq(30).all()
-    assert _shaded(pixels, torch.tensor([[0.0, 1.0], [0.5, 1.0]]))[0, ::2, ::2].tolist() == [[30, 200], [115, 200]]
+    shaded = _shaded(pixels, torch.tensor([[0.0, 0.4], [0.2, 0.4]]))
+    for corner in (shaded[:, ::2, ::2], shaded[:, 1::2, 1::2]):
+        assert corner.tolist() == [[[30, 200], [115, 200]]] * 3
 
 
 def test_accuracy_stands_beside_the_error():

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from averaging_loop import WithCopies
 from timm.optim.lookahead import Lookahead
 
 from timm_moe.rivals import SwitchEma
@@ -67,19 +68,9 @@ def test_a_switch_holds_for_the_slow_weights_of_lookahead():
         assert weight.item() == pytest.approx(expected)
 
 
-class WithCopies(torch.optim.SGD):
-    """Keeps a float32 copy of each parameter in its state, and steps that."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"]):
-            copied = self.state[p].setdefault("copy", p.float())
-            p.copy_(copied.sub_(p.grad.float()))
-
-
 def test_a_switch_holds_for_a_wider_copy():
     weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
-    optimizer = WithCopies([weight])
+    optimizer = WithCopies([weight], lr=1.0)
     SwitchEma(optimizer, decay=0.5, interval=2)
     for expected in (2.0, 2.25, 3.25, 3.5):  # after the second and the fourth step it is the average
         weight.grad = torch.tensor([-1.0], dtype=torch.bfloat16)

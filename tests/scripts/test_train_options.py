@@ -14,7 +14,7 @@ import timm
 import timm.optim  # whose factories are taken from it at each call, as train.py finds them
 import timm.scheduler
 import torch
-from common import SMALL_VIT
+from common import OPTIONS
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.task import ClassificationTask
@@ -29,7 +29,7 @@ from timm_moe.analysis.evaluation import evaluate
 LEARNING_RATES = {
     "adamw": 2e-3, "sgd": 0.05, "lamb": 0.01, "lion": 3e-4, "muon": 5e-3, "lookahead_adamw": 2e-3,
 }  # fmt: skip
-OPTIONS = {
+CHOICES = {
     "opt": list(LEARNING_RATES),
     "amp": [None, "float16", "bfloat16"],
     "loss": ["label smoothing", "mixup", "cutmix, bce"],
@@ -66,9 +66,9 @@ def words(setting):
 
 
 def test_pairwise_is_what_it_says():
-    settings = pairwise(OPTIONS)
-    for first, second in combinations(OPTIONS, 2):
-        assert {(s[first], s[second]) for s in settings} == {*product(OPTIONS[first], OPTIONS[second])}
+    settings = pairwise(CHOICES)
+    for first, second in combinations(CHOICES, 2):
+        assert {(s[first], s[second]) for s in settings} == {*product(CHOICES[first], CHOICES[second])}
     assert len(settings) <= 24  # 6 x 3 at least
 
 
@@ -97,7 +97,7 @@ class Training:
     def __init__(self, folder, setting, resume=None):
         torch.manual_seed(0)
         self.setting, self.amp = setting, setting["amp"] and getattr(torch, setting["amp"])
-        kwargs = dict(share_rate=FULL, **{name: value for name, value in SMALL_VIT.items() if name != "num_classes"})
+        kwargs = dict(OPTIONS, share_rate=FULL)
         args = argparse.Namespace(
             model="vit_tiny_ewa_moe", num_classes=CLASSES, model_kwargs=kwargs, opt=setting["opt"], weight_decay=0.05,
             lr=LEARNING_RATES[setting["opt"]], momentum=0.9, layer_decay=setting["layer_decay"], img_size=32,
@@ -177,12 +177,12 @@ class Training:
 
 
 #: `.ci/run` has the others too.
-FIRST = pairwise(OPTIONS)[1::6]
+FIRST = pairwise(CHOICES)[1::6]
 
 
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(s, marks=[] if s in FIRST else pytest.mark.ci, id=words(s)) for s in pairwise(OPTIONS)],
+    [pytest.param(s, marks=[] if s in FIRST else pytest.mark.ci, id=words(s)) for s in pairwise(CHOICES)],
 )
 def test_in_process(tmp_path, setting):
     for name in ("whole", "resumed", "untrained"):
@@ -214,7 +214,7 @@ def test_in_process(tmp_path, setting):
 
 # --- train.py itself
 
-SCRIPT_OPTIONS = {**OPTIONS, "torchcompile": [None, "aot_eager"]}
+SCRIPT_OPTIONS = {**CHOICES, "torchcompile": [None, "aot_eager"]}
 LOSSES = {
     "label smoothing": [],
     "mixup": ["--mixup", "0.2"],

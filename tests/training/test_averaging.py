@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 
 import pytest
 import timm
@@ -159,17 +158,6 @@ def test_is_dropped_with_its_optimizer(ewa_vit):
     optimizer, averaging = averaged(ewa_vit)  # a second phase of training
     train_step(ewa_vit, optimizer, 0)
     assert averaging.updates == 1
-
-
-def test_the_log_says_once_what_will_happen(ewa_vit, caplog):
-    with caplog.at_level(logging.INFO):
-        optimizer, _ = averaged(ewa_vit, rate=0.3, schedule="linear", total_updates=30)
-        for step in range(3):
-            train_step(ewa_vit, optimizer, step)
-    assert [record.message for record in caplog.records if "EWA" in record.message] == [
-        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, schedule linear, "
-        "over 30 updates."
-    ]
 
 
 @pytest.mark.parametrize(

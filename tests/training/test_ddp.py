@@ -104,14 +104,12 @@ def redundancy_worker(rank, folder, processes):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.ci
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sharded_optimizer_is_averaged_and_resumed(tmp_path, processes):
     run_ranks(redundancy_worker, (str(tmp_path), processes), processes)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_ranks_stay_identical(tmp_path, batch_size):
     run_ranks(worker, (str(tmp_path), batch_size), 2)
@@ -154,7 +152,6 @@ def routed_worker(rank, folder, name, compiled):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [

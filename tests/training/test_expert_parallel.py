@@ -24,8 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import timm_moe
 from timm_moe.layers import MoeMlp, Router, TopKRouter, routing_to
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
-
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 MODELS = {
     "capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=0.8, group_images=1)),

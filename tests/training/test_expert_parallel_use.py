@@ -26,8 +26,6 @@ from torch.nn import functional as F
 import timm_moe
 from timm_moe.layers import EwaMlp, MoeMlp, Router, TopKRouter, routing_to
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
-
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 EWA, ROUTED = "vit_tiny_ewa_moe", "vit_tiny_moe"
 
