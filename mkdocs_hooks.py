@@ -108,7 +108,7 @@ def shown(output):
 
 def command_line(commands):
     """Return what ``--help`` prints for each command."""
-    sections = ["# The command timm-moe"]
+    sections = ["# The command timm-moe", "`timm-moe --version` prints the version."]
     for name, (about, add_options) in commands.items():
         command = argparse.ArgumentParser(
             prog=f"timm-moe {name}",

@@ -190,7 +190,7 @@ def settings_of(args: argparse.Namespace) -> dict:
     training = {**SIZES[args.size], "epochs": args.epochs}
     settings = dict(
         data=args.data, train_clouds=args.train_clouds, test_clouds=args.test_clouds, share_rate=args.share_rate,
-        checkpoint=args.checkpoint and str(args.checkpoint.resolve()), vote=args.vote, training=training,
+        checkpoint=args.checkpoint and str(args.checkpoint), vote=args.vote, training=training,
     )  # fmt: skip
     return json.loads(json.dumps(settings))  # as it is read back
 

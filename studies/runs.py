@@ -167,6 +167,7 @@ class Run:
             for arm in self.arms():
                 if self._figures(arm) is None and not self.place.is_over():
                     self._measure(arm, log)
+            fcntl.flock(log, fcntl.LOCK_UN)  # what a command has left running does not hold it
 
     def progress(self) -> float:
         """Compute the fraction of its epochs that are over."""

@@ -142,8 +142,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     images, ood_images = _images(args)
     members: dict[str, Any] = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
-    _write_result(args, metrics=result)
     show(*args.sources, *table(result).split("\n"))
+    _write_result(args, metrics=result)
 
 
 def _fewshot(args: argparse.Namespace) -> None:
@@ -154,8 +154,8 @@ def _fewshot(args: argparse.Namespace) -> None:
         for folder in args.data_dir
     ]
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
-    _write_result(args, results=[asdict(result) for result in results])
     show(*args.sources, *fewshot_table(results).split("\n"))
+    _write_result(args, results=[asdict(result) for result in results])
 
 
 def _benefits(args: argparse.Namespace) -> None:

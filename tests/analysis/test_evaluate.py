@@ -189,7 +189,9 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
     file = tmp_path / "b.json"
     arguments[arguments.index("--json") + 1] = str(file)
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: file.write_text("another's") and written["metrics"])
+    capsys.readouterr()
     assert main(arguments) == 1  # another process has written it meanwhile
+    assert f"NLL                      {written['metrics']['nll']:.4f}" in capsys.readouterr().out
     assert file.read_text() == "another's"
 
 

@@ -200,7 +200,8 @@ class TwoViews(nn.Module):
 
 def test_losses_of_all_calls_of_a_part_are_added(tmp_path):
     model = TwoViews().train()
-    pixels, labels = torch.stack([item["pixel_values"] for item in Images()]), torch.arange(24) % 5
+    items = [Images(24)[index] for index in range(24)]
+    pixels, labels = torch.stack([item["pixel_values"] for item in items]), torch.arange(24) % 5
     expected = model(pixels, labels)["loss"].item()
     for view in (pixels, pixels.flip(3)):
         model.backbone(view)
@@ -208,6 +209,19 @@ def test_losses_of_all_calls_of_a_part_are_added(tmp_path):
     options = dict(train_sampling_strategy="sequential", save_strategy="no")
     run = trainer(model, tmp_path, max_steps=1, per_device_train_batch_size=24, **options)
     assert run.train().training_loss == pytest.approx(expected, rel=1e-5)
+
+
+class ForwardBefore(transformers.Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        model(inputs["pixel_values"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_losses_of_a_forward_that_nobody_adds_are_told(tmp_path, caplog):
+    run = trainer(native("ViT", router="top_k"), tmp_path, trainer_class=ForwardBefore, max_steps=1)
+    with caplog.at_level("WARNING", "timm_moe"):
+        run.train()
+    assert "The routers' losses of some forwards were not added to the training loss" in caplog.text
 
 
 def test_without_the_callback_trainer_is_what_it_was(tmp_path):

@@ -100,7 +100,6 @@ def test_image_routing_needs_the_class_token_as_first(name, options):
         timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
 
 
-@pytest.mark.ci
 def test_the_dense_control_is_the_sum_of_two_networks():
     """ViMoE, table 6: two networks, both always on."""
     control = timm.create_model("vimoe_s14", num_experts=2, top_k=2, gate_mode="one", **DINO).eval()

@@ -10,7 +10,7 @@ import pytest
 import benchmarks.layers
 import benchmarks.peers
 from benchmarks import averaging, evaluation, papers, protocol, report, scaling, steps, worker
-from benchmarks.__main__ import FOLDER
+from benchmarks.__main__ import FOLDER, main
 from benchmarks.peers import Size
 from benchmarks.protocol import Contest, Row, Setting, run
 
@@ -89,6 +89,13 @@ def test_a_suite_whose_time_is_over_goes_on_and_adds_to_its_figures(clock, monke
     assert worker.begin("tiny", stated, file)["rows"] == []
     worker.main("tiny", json.dumps(stated), str(file))  # without a limit all is measured
     assert len(timed) == 12
+
+
+def test_a_command_that_measures_nothing_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "papers"])  # too large for a CPU
+    with pytest.raises(SystemExit):
+        main()
+    assert "no suite has these settings on this device" in capsys.readouterr().err
 
 
 @pytest.mark.ci

@@ -20,7 +20,7 @@ from studies import corruptions, page, results
 from studies.deploy import Export
 from studies.measure import Corruptions, Evaluation
 from studies.outcome import Outcome
-from studies.runs import Run
+from studies.runs import Run, write_json
 from studies.scheduler import _Clock, work_off
 from studies.study import Arm, Training, Use
 
@@ -245,14 +245,13 @@ def test_figures_that_are_no_numbers_are_refused(folder, monkeypatch):
 
 
 def finish(run):
-    """Write the files of a run that is over."""
+    """Write the files of a run that is over, each as a whole, since progress is read meanwhile."""
     (run.folder / "train").mkdir(parents=True, exist_ok=True)
-    (run.folder / "stated.json").write_text(json.dumps(run.stated()))
     (run.folder / "train" / "summary.csv").write_text(f"epoch\n{run._epochs() - 1}\n")
-    (run.folder / "trained.json").write_text("{}")
+    write_json(run.folder / "stated.json", run.stated())
+    write_json(run.folder / "trained.json", {})
     for arm in run.arms():
-        figures = {"stated": run.statement(arm), "figures": {"top1": 1.0}}
-        (run.folder / f"{arm.name.lower()}.json").write_text(json.dumps(figures))
+        write_json(run.folder / f"{arm.name.lower()}.json", {"stated": run.statement(arm), "figures": {"top1": 1.0}})
 
 
 def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):

@@ -99,7 +99,7 @@ class MoeMlp(Experts):
 
     def router_is_on_meta(self) -> bool:
         """Tell if the router has weights or buffers on the meta device."""
-        return any(value.is_meta for value in self.router.state_dict().values())
+        return any(value.is_meta for value in (*self.router.parameters(), *self.router.buffers()))
 
     @torch.no_grad()
     def draw_router(self) -> None:
@@ -107,8 +107,9 @@ class MoeMlp(Experts):
         if hasattr(self.router, "reset_parameters"):
             _reset(self.router)
             return
-        for weight in self.router.parameters():
-            weight.fill_(torch.nan)
+        for value in (*self.router.parameters(), *self.router.buffers()):
+            if value.is_floating_point():
+                value.fill_(torch.nan)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""

@@ -88,9 +88,10 @@ class RecordingRouter(Router):
             self.records, self._added = [], False
 
     def begin_task(self) -> None:
-        """Drop the records, and gather from now on."""
+        """Drop the losses that wait, and gather from now on."""
+        discarded = self.discarded or self.has_pending_losses()
         self.forget()
-        self.is_gathering = self._announced = True
+        self.discarded, self.is_gathering, self._announced = discarded, True, True
 
     def end_task(self) -> None:
         """Stop gathering: another forward replaces the records of the task."""

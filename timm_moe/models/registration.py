@@ -69,9 +69,7 @@ def cfgs_like(stock: str, name: str, **changes: Any) -> dict[str, Any]:
     """Return the pretrained configs of a model of timm, if it has any, for a model of another name."""
     cfgs = {}
     for cfg in get_arch_pretrained_cfgs(stock).values():
-        if (
-            cfg.custom_load and cfg.hf_hub_id
-        ):  # the Hub's weights are in timm's own format: no need for the .npz originals behind the URL
+        if cfg.custom_load and cfg.hf_hub_id:  # the Hub's weights are in timm's format, no .npz as behind the URL
             cfg.url, cfg.custom_load = "", False
         cfgs[f"{name}.{cfg.tag}" if cfg.tag else name] = replace(cfg, **changes) if changes else cfg
     return cfgs
