@@ -21,7 +21,7 @@ MOST_PARAMETERS, LONGEST_FILE = 8, 500
 MANY_PARAMETERS = ("convert_to_moe",)
 #: Rooms that no training needs: what the papers compare with, their tables, the report.
 BESIDE = ("rivals", "papers", "report")
-MOST_LINES, MOST_LINES_WITH_BESIDE = 13_370, 15_580  # the aim is 11,000 and 14,000
+MOST_LINES, MOST_LINES_WITH_BESIDE = 13_330, 15_500  # the aim is 11,000 and 14,000
 
 
 def place(file):
