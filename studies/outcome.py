@@ -30,16 +30,11 @@ class Outcome:
     def size(self) -> Size:
         return self.study.sizes[self.size_name]
 
-    def compared(self) -> list[tuple[str, str]]:
-        """List the pairs of arms that the findings are about."""
-        return [(pair.first, pair.second) for finding in self.size.findings for pair in finding.compared]
-
     def further_pairs(self) -> list[tuple[str, str]]:
         """List the study's pairs, and those of all its findings that are no arm and its baseline, nor interactions."""
         shown = {frozenset((arm.name, self.size.baseline_of(arm.name))) for arm in self.size.arms}
         shown |= {frozenset(pair) for pair in self.study.interactions}
-        findings = [finding for size in self.study.sizes.values() for finding in size.findings]
-        compared = [(pair.first, pair.second) for finding in findings for pair in finding.compared]
+        compared = [pair for size in self.study.sizes.values() for pair in size.compared()]
         pairs = {frozenset(pair): pair for pair in compared if frozenset(pair) not in shown}
         return list((pairs | {frozenset(pair): pair for pair in self.study.pairs}).values())
 

@@ -127,7 +127,7 @@ def detailed(outcome: Outcome) -> str:
 
 def _shown(outcome: Outcome) -> list[str]:
     """Name the arms that the findings are about, and their baselines; all arms if there are no findings yet."""
-    compared = {name for pair in outcome.compared() for name in pair}
+    compared = {name for pair in outcome.size.compared() for name in pair}
     compared |= {outcome.size.baseline_of(name) for name in compared}
     return [arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.size.findings]
 
@@ -175,7 +175,7 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
             own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))
             row |= {"time": ratio(own, base, "seconds"), "memory": ratio(own, base, "peak_mib")}
         rows.append(row)
-    compared = outcome.compared()
+    compared = outcome.size.compared()
     for first, second in outcome.study.interactions:
         found = {figure: outcome.interaction(first, second, figure) for figure in figures}
         cells = {heads[figure]: _interval(pair, figure) for figure, pair in found.items() if pair}

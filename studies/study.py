@@ -156,6 +156,10 @@ class Size:
         """Look up an arm."""
         return next(arm for arm in self.arms if arm.name == name)
 
+    def compared(self) -> list[tuple[str, str]]:
+        """List the pairs of arms that the findings are about."""
+        return [(pair.first, pair.second) for finding in self.findings for pair in finding.compared]
+
     def baseline_of(self, name: str) -> str:
         """Name the arm that an arm is compared with; its own name if it is a baseline."""
         return self.arm(name).baseline or self.arms[0].name

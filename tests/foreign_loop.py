@@ -1,4 +1,4 @@
-"""What tests of several trainers share: images, and a model as Trainer and Lightning want it."""
+"""Images, and a model as Trainer and Lightning want it, for the tests of several trainers."""
 
 import torch
 from torch import nn

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import timm_moe
 from timm_moe.export.export import export_moe
+from timm_moe_cli import main
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from timm_moe.integrations.transformers import ExpertCallback, load_experts  # noqa: E402
-from timm_moe_cli import main  # noqa: E402
 
 pytestmark = [pytest.mark.ci]
 

@@ -142,11 +142,11 @@ def _add_router_losses(
     with ExitStack() as hooks:
         if model.training:
             hooks.enter_context(gathering(model))
-        for ensemble in _ensembles(model) if model.training else ():
-            members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
-            hooks.enter_context(ensemble.register_forward_hook(_as_images))
-            inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
-            num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
+            for ensemble in _ensembles(model):
+                members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
+                hooks.enter_context(ensemble.register_forward_hook(_as_images))
+                inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
+                num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
         result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
     if not model.training:
         return result

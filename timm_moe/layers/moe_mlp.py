@@ -93,7 +93,7 @@ class MoeMlp(Experts):
     def _apply(self, *args: Any, **kwargs: Any) -> "MoeMlp":
         was_on_meta = self.router_is_on_meta()
         super()._apply(*args, **kwargs)
-        if was_on_meta and not self.router_is_on_meta():
+        if was_on_meta:
             self.draw_router()  # a dense checkpoint would leave what to_empty has not written
         return self
 
@@ -107,9 +107,8 @@ class MoeMlp(Experts):
         if hasattr(self.router, "reset_parameters"):
             _reset(self.router)
             return
-        for value in (*self.router.parameters(), *self.router.buffers()):
-            if value.is_floating_point():
-                value.fill_(torch.nan)
+        for value in filter(torch.is_floating_point, (*self.router.parameters(), *self.router.buffers())):
+            value.fill_(torch.nan)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""

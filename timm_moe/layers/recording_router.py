@@ -81,17 +81,20 @@ class RecordingRouter(Router):
         if in_backward():
             return
         if not self.is_gathering:
-            discarded = self.discarded or self.has_pending_losses()
-            self.forget()
-            self._announced, self.discarded = True, discarded
+            self._begin()
         elif self._added:  # the task adds the losses of each forward by itself
             self.records, self._added = [], False
 
     def begin_task(self) -> None:
         """Drop the losses that wait, and gather from now on."""
+        self._begin()
+        self.is_gathering = True
+
+    def _begin(self) -> None:
+        """Drop the losses that wait, and note that there were some."""
         discarded = self.discarded or self.has_pending_losses()
         self.forget()
-        self.discarded, self.is_gathering, self._announced = discarded, True, True
+        self._announced, self.discarded = True, discarded
 
     def end_task(self) -> None:
         """Stop gathering: another forward replaces the records of the task."""

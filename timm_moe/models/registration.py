@@ -36,7 +36,7 @@ class Variant(NamedTuple):
     args: dict[str, Any]
     #: Arguments that the exported model needs too: timm has no model of this size, and no weights for it.
     own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
-    cfg: dict[str, Any] = {}  # noqa: RUF012  # entries of the stock's pretrained configs that differ
+    cfg: dict[str, Any] = {}  # noqa: RUF012  # read only: entries of the stock's configs that differ
 
     def cfgs(self, name: str) -> dict[str, Any]:
         """Return the pretrained configs of the model of this name, by name and tag."""

@@ -152,8 +152,7 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         from_meta = [layer for layer in moe_layers(self).values() if layer.router_is_on_meta()]
         super()._apply(*args, **kwargs)
         for layer in from_meta:
-            if not layer.router_is_on_meta():
-                layer.draw_router()  # to_empty has come to the shared layer once more for each block
+            layer.draw_router()  # to_empty has come to the shared layer once more for each block
         return self
 
     def _set_blocks(self, blocks: list[nn.Module]) -> None:
