@@ -78,6 +78,7 @@ def main(epochs: int = 10) -> None:
         whole = timm.create_model(**MODEL)
         whole.load_state_dict(weights)
         print(timm_moe.export_dense(whole, "exported", "average", overwrite=True))
+    dist.barrier()  # a process that ends while gloo's threads still release tensors is aborted
     dist.destroy_process_group()
 
 

@@ -65,6 +65,7 @@ def main(epochs: int = 10) -> None:
         whole = timm.create_model("vit_tiny_ewa_moe", **SIZE)
         whole.load_state_dict(weights)
         print(timm_moe.export_dense(whole, "exported", overwrite=True))
+    dist.barrier()  # a process that ends while gloo's threads still release tensors is aborted
     dist.destroy_process_group()
 
 
