@@ -50,7 +50,7 @@ PLAN = {
     "papers": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
     "scaling": [dict(mode=mode, allocator="neutral", rounds=5) for mode in ("eager", "compiled")],
     "imports": [{}],
-    "exporting": [{}],
+    "exporting": [dict(rounds=5)],
 }
 #: Suites of one device: two use no GPU, and the papers' sizes are too large for a CPU.
 DEVICES = {"imports": "cpu", "exporting": "cpu", "papers": "cuda"}

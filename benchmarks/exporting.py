@@ -23,7 +23,6 @@ from timm_moe.convert.dense import to_dense_
 from .protocol import Row, Setting
 
 MODEL = "vit_large_ewa_moe"
-RUNS = 5
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -31,7 +30,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "last.pth.tar")
         _in_a_process("train", checkpoint, folder)
-        runs = [{name: _in_a_process(name, checkpoint, folder) for name in TITLES} for _ in range(RUNS)]
+        runs = [{name: _in_a_process(name, checkpoint, folder) for name in TITLES} for _ in range(setting.rounds)]
     for name, title in TITLES.items():
         low, ratio, high = statistics.quantiles([run[name]["seconds"] / run["write"]["seconds"] for run in runs], n=4)
         seconds = statistics.median(run[name]["seconds"] for run in runs)

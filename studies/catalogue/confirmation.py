@@ -23,7 +23,7 @@ IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
 FINDINGS = (
     Finding(
         "Of the four ways of merging that led the search only linear beats dense training, by 0.68 points (0.03 to "
-        "1.33).",
+        "1.33); one of four comparisons may well exclude zero so narrowly by chance.",
         (
             *compare(("linear",), BETTER, ("dense",)),
             *compare(("linear, dropout 0.1", "annealed", "fused, 0.75 of a common expert"), UNCLEAR, ("dense",)),

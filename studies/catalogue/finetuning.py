@@ -55,8 +55,7 @@ FINDINGS = (
         quoted=("0.45",),
     ),
     Finding(
-        "Linear averaging shows no clear difference from no averaging: experts that begin as copies of a trained "
-        "network stay within 2 % of their mean in so few steps of SGD.",
+        "Linear averaging shows no clear difference from no averaging.",
         compare(("EWA, linear",), UNCLEAR, ("experts never averaged, their mean",)),
     ),
     Finding(

@@ -26,7 +26,8 @@ FINDINGS = (
         quoted=("1.2",),
     ),
     Finding(
-        "No experts show no clear difference either, but the interval (-1.91 to +0.92) is wide; the paper loses 2.6.",
+        "No experts, at half the feed-forward work, show no clear difference either, but the interval (-1.91 to +0.92) "
+        "is wide; the paper loses 2.6.",
         compare(("no experts",), UNCLEAR, (ALL,)),
         quoted=("2.6",),
     ),

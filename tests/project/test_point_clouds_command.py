@@ -1,4 +1,4 @@
-"""examples/point_clouds.py: the command, and its tables in docs/ewa.md."""
+"""examples/point_clouds.py: the command, and its tables in docs/generated/studies.md."""
 
 import json
 import shutil
@@ -134,7 +134,7 @@ def test_as_a_script(tmp_path):
 
 @pytest.mark.parametrize("data", ["mnist", "modelnet10"])
 def test_the_tables_of_the_page_are_what_the_command_prints(data, capsys, tmp_path):
-    page, results = (DOCS / "ewa.md").read_text(), tmp_path / "results.json"
+    page, results = (DOCS / "generated/studies.md").read_text(), tmp_path / "results.json"
     shutil.copy(DOCS / "generated/point_clouds.json", results)
     (command,) = [line for line in page.splitlines() if f"--data {data} " in line and "--size" not in line]
     options = command.split()[2:]

@@ -43,8 +43,8 @@ SAID = {
         ),
     },
     ("docs/results.md", "ensembles"): {
-        "has better likelihood and calibration than other uses of the V-MoE; a dense ViT shows no clear difference "
-        "from it.": AS_A_VIT,
+        "has better likelihood and calibration than the other tried uses of one V-MoE; a dense ViT shows no clear "
+        "difference from it.": AS_A_VIT,
     },
     ("docs/results.md", "routing"): {
         "show no clear difference in accuracy from dense training, or are worse": AS_DENSE,
@@ -92,7 +92,7 @@ SAID = {
             Compared("V-MoE, K 1", WORSE, "ViT", "nll"),
             Compared("V-MoE, K 1", UNCLEAR, "ViT"),
         ),
-        "Its ECE is 0.0233 to 0.0427 better than that of the V-MoE and of other ensembles of V-MoEs": compare(
+        "Its ECE is 0.0233 to 0.0427 better than that of the V-MoE and of other ensembles made from it": compare(
             [PBE], BETTER, RIVALS, "ece"
         ),
         "no clear difference from a dense ViT": AS_A_VIT,
