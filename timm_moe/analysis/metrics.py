@@ -15,7 +15,6 @@ from ..layers.ensemble import ensemble_log_probabilities
 
 try:
     from torchmetrics import Metric
-    from torchmetrics.utilities import dim_zero_cat
 except ModuleNotFoundError as error:
     raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
 
@@ -188,60 +187,3 @@ class NormalizedDisagreement(Disagreement):
     def compute(self) -> Tensor:
         disagreement, error = self.means()
         return torch.where(disagreement == 0, disagreement, disagreement / error)
-
-
-class _Scores(_Metric):
-    """Scores of images of the training distribution and of others, all of which are kept. Only their order counts."""
-
-    scores_in: list[Tensor]
-    scores_out: list[Tensor]
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        for name in ("scores_in", "scores_out"):
-            self.add_state(name, [], dist_reduce_fx="cat")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the scores, in which torchmetrics gathers them from a process without images too."""
-        return torch.float64
-
-    def update(self, confidence: Tensor, is_in: Tensor) -> None:
-        """Add the largest probabilities (B,) of a batch, or other scores, and 1 for each image of the training data.
-
-        It is a ValueError if a shape is another, a score NaN, or the kind of an image neither 1 nor 0.
-        """
-        if confidence.ndim != 1 or confidence.isnan().any():
-            raise ValueError(f"Scores must have shape (B,) and not be NaN, got {tuple(confidence.shape)}.")
-        _check_labels(is_in, len(confidence), 2)
-        scores, is_in = confidence.double(), is_in.bool()
-        self.scores_in.append(scores[is_in])
-        self.scores_out.append(scores[~is_in])
-
-    def sorted_scores(self) -> tuple[Tensor, Tensor]:
-        """Return both kinds in ascending order."""
-        none = torch.empty(0, dtype=torch.float64, device=self.device)
-        kinds = self.scores_in, self.scores_out
-        scores_in, scores_out = (dim_zero_cat(scores) if len(scores) else none for scores in kinds)
-        return scores_in.sort().values, scores_out.sort().values
-
-
-class AUROC(_Scores):
-    """Area under the ROC curve for images of the training distribution and others; NaN if there is only one kind."""
-
-    higher_is_better = True
-
-    def compute(self) -> Tensor:
-        scores_in, scores_out = self.sorted_scores()
-        twice = torch.searchsorted(scores_out, scores_in) + torch.searchsorted(scores_out, scores_in, right=True)
-        return twice.double().mean() / (2 * len(scores_out))
-
-
-class FPRAt95(_Scores):
-    """Share of the other images with at least the score that 95 % of the images of the training distribution reach."""
-
-    def compute(self) -> Tensor:
-        scores_in, scores_out = self.sorted_scores()
-        if not len(scores_in):
-            return scores_in.mean()  # NaN
-        return (scores_out >= scores_in[len(scores_in) // 20]).double().mean()
