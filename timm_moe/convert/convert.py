@@ -117,10 +117,8 @@ def convert_to_moe(
     router_options, layer_options = split_options(spec, options)
     if spec.check is not None:
         spec.check(model, router_options)
-    averaged = spec.averaged or share_rate is not None or share_schedule is not None
-    rate = (0.3 if averaged else 0.0) if share_rate is None else share_rate
-    schedule = spec.share_schedule if share_schedule is None else share_schedule
-    get_schedule(schedule)
+    if share_schedule is not None:
+        get_schedule(share_schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
     chosen = _chosen_networks(model, moe_layers, modules)
     layers: dict[str, MoeMlp] = {}
@@ -129,16 +127,19 @@ def convert_to_moe(
         weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
         with torch.device(weight.device):
             own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
-        layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
-        check_share_rate(rate, num_experts, parts=layers[path].parts)
-        if layers[path].routed_by.needs_whole_images and not has_images_first(model, path):
+        layer = layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
+        if share_schedule is not None:
+            layer.share_rate, layer.share_schedule = layer.share_rate or 0.3, share_schedule
+        if share_rate is not None:
+            layer.share_rate = share_rate
+        check_share_rate(layer.share_rate, num_experts, parts=layer.parts)
+        if layer.routed_by.needs_whole_images and not has_images_first(model, path):
             raise ValueError(
                 f"This router needs the tokens of whole images, but the first dimension of the input of {path} is not "
                 "images: name other moe_layers, take another router or, in torch's encoder layers, batch_first=True."
             )
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
-        vars(layer).update(share_rate=rate, share_schedule=schedule)  # for callbacks; the layer does not use them
         layer.train(chosen[path].training)
         put(model, path, chosen[path], layer)
     add_hooks(model, layers)

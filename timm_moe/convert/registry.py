@@ -66,8 +66,6 @@ class RouterSpec:
         last_factory: the factory for the last expert layer, if it is another.
         layer: ``(ffn, router, num_experts, **options)`` -> the expert layer.
         layer_options: options of the layer with their defaults.
-        share_schedule: default schedule of the share rate.
-        averaged: average experts even if neither rate nor schedule is stated.
         check: raises ValueError if the model, or the options together, do not suit this router.
         built_in: the router comes with this package, so no model has an argument with the name of one of its options.
     """
@@ -78,8 +76,6 @@ class RouterSpec:
     last_factory: Callable[..., nn.Module] | None = None
     layer: Callable[..., MoeMlp] = routed_layer
     layer_options: Mapping[str, Any] = field(default_factory=_LAYER_OPTIONS.copy)
-    share_schedule: str = "early"
-    averaged: bool = False
     check: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     built_in: bool = False
 
@@ -247,8 +243,6 @@ register_router(
         lambda dim, num_experts: RandomPartition(num_experts),
         layer=lambda ffn, router, num_experts, **options: EwaMlp(ffn, num_experts, **options),  # it makes its own
         layer_options={},
-        share_schedule="linear",
-        averaged=True,
         built_in=True,
     )
 )
