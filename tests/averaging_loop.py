@@ -35,18 +35,6 @@ def spread(model):
     return max(spreads(model).values())
 
 
-class WithCopies(torch.optim.SGD):
-    """Keeps a float32 copy of each parameter and its gradient in its state, and steps the copy."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                copied = self.state[p].setdefault("copy", p.float())
-                self.state[p]["momentum"] = p.grad.float()
-                p.copy_(copied.sub_(self.state[p]["momentum"], alpha=group["lr"]))
-
-
 def averaged(model, opt="adamw", rate=0.75, schedule="constant", total_updates=10, **opt_kwargs):
     optimizer = create_optimizer_v2(model, opt=opt, lr=1e-2, weight_decay=0.05, **opt_kwargs)
     return optimizer, ExpertWeightAveraging(model, optimizer, rate, schedule, total_updates=total_updates)

@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from averaging_loop import WithCopies
 from timm.optim.lookahead import Lookahead
 
 from timm_moe.rivals import SwitchEma
@@ -66,6 +65,18 @@ def test_a_switch_holds_for_the_slow_weights_of_lookahead():
         weight.grad = torch.tensor([-1.0])
         optimizer.step()
         assert weight.item() == pytest.approx(expected)
+
+
+class WithCopies(torch.optim.SGD):
+    """Keeps a float32 copy of each parameter and its gradient in its state, and steps the copy."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                copied = self.state[p].setdefault("copy", p.float())
+                self.state[p]["momentum"] = p.grad.float()
+                p.copy_(copied.sub_(self.state[p]["momentum"], alpha=group["lr"]))
 
 
 def test_a_switch_holds_for_a_wider_copy():

@@ -43,17 +43,17 @@ def test_the_mean_stays_and_deviations_shrink(num_experts, size, share, seed):
     torch.testing.assert_close(after - mean, rho * (before - mean), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("num_experts", [2, 3, 4, 8])
-def test_bfloat16_keeps_the_mean_within_one_rounding(num_experts):
-    stacked = torch.randn(num_experts, 1000).bfloat16()
-    expected = stacked.double().mean(0)
-    one_rounding = 2.0**-9 * stacked.double().abs().amax(0)  # half a unit in the last place of the largest expert
-    for step in range(1000):
-        average_(stacked, 0.3 * (step + 1) / 1000)
-        assert ((stacked.double().mean(0) - expected).abs() <= one_rounding).all()
-    assert ((stacked - stacked[0]).double().abs().amax(0) <= 8 * one_rounding).all()
-    met = stacked[:1].expand(num_experts, -1).clone()
-    assert torch.equal(average_(met.clone(), 0.3), met)  # experts that have met stay where they are
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_are_refused(ewa_vit, dtype):
+    """In bfloat16 500 steps of b = 0.002 leave 92 to 100 % of the deviations, not 26 %."""
+    ewa_vit.blocks[3].mlp.to(dtype)
+    before = values(apart(ewa_vit))
+    with pytest.raises(ValueError, match=rf"blocks\.3\.mlp are {dtype}: keep the weights in float32 .* share_rate=0"):
+        timm_moe.average_experts_(ewa_vit, 0.3)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="are averaged in float32 at least"):
+        timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, total_updates=3)
+    assert moved(ewa_vit, before) == set()
 
 
 def test_schedules():

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from averaging_loop import WithCopies, spread
+from averaging_loop import spread
 from routed_loop import routed_model
 from timm.optim import create_optimizer_v2
 from torch import nn
@@ -244,16 +244,3 @@ def test_at_the_full_rate_schedule_free_experts_are_equal_in_evaluation(ewa_vit)
     assert spread(layers) < 1e-6
     optimizer.eval()
     assert spread(layers) < 1e-5
-
-
-def test_float32_copies_in_the_optimizers_state_are_averaged_too(ewa_vit):
-    layers = layers_alone(ewa_vit.bfloat16())
-    optimizer = WithCopies(layers.parameters(), lr=0.01)
-    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=9)
-    for _ in range(3):
-        layers(torch.randn(8, 4, 32).bfloat16()).square().mean().backward()
-        optimizer.step()
-    for parameter in layers.parameters():
-        copied, momentum = (optimizer.state[parameter][name] for name in ("copy", "momentum"))
-        assert (copied - copied.mean(0)).abs().max() < 1e-6
-        assert momentum.std(0).max() > 0.01 * momentum.abs().max()  # which is none

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..training.averaging import is_wider
 from ..training.optimizers import is_skipped, with_hooks
 
 
@@ -63,6 +63,12 @@ class SwitchEma:
                 if name in ("x0", "z"):  # MADGRAD, schedule-free optimizers
                     raise ValueError("This optimizer keeps weights of its own, which would undo the switch.")
                 is_kept = torch.is_tensor(other) and other.shape == parameter.shape
-                if is_kept and (name == "lookahead_slow_buff" or is_wider(other, parameter)):
+                if is_kept and (name == "lookahead_slow_buff" or _is_wider(other, parameter)):
                     other.copy_(average)
             parameter.copy_(average)
+
+
+def _is_wider(other: Tensor, parameter: Tensor) -> bool:
+    """Tell if a tensor of a parameter's shape is a copy of it in a wider type."""
+    has_wider_type = torch.promote_types(other.dtype, parameter.dtype) != parameter.dtype
+    return has_wider_type and torch.equal(other.to(parameter.dtype), parameter)

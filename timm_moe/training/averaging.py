@@ -42,8 +42,7 @@ _BLOCK = 2**17
 def average_(stacked: Tensor, beta: float) -> Tensor:
     """Move E stacked tensors towards their mean, in place: ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``.
 
-    The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq. 6). Types narrower
-    than float32 are computed in float32 and rounded so that the mean does not drift away over many steps.
+    The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq. 6).
 
     Args:
         stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part. If they hold different
@@ -56,10 +55,7 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
     if is_spread(stacked):
         part.lerp_(sum_over_experts(stacked) / num_experts, beta * num_experts / (num_experts - 1))
         return stacked
-    wide = part.to(torch.promote_types(part.dtype, torch.float32))
-    _lerp_to_mean_(wide, beta * num_experts / (num_experts - 1))
-    if wide is not part:
-        _round_keeping_mean_(part, wide)
+    _lerp_to_mean_(part, beta * num_experts / (num_experts - 1))
     return stacked
 
 
@@ -77,21 +73,6 @@ def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
             expert.lerp_(mean, weight)
 
 
-def _round_keeping_mean_(rounded: Tensor, exact: Tensor) -> None:
-    """Write ``exact`` into the narrower ``rounded`` so that the sum over the first dimension stays.
-
-    Plain rounding lets the mean drift over the steps of a run. Here the rounding error of each entry goes to the next
-    one, from the largest to the smallest: the last has the finest grain, so next to nothing is lost.
-    """
-    order = exact.abs().argsort(0, descending=True)
-    carry = torch.zeros_like(exact[0])
-    for index in order.unbind(0):
-        carry += exact.gather(0, index[None])[0]
-        entry = carry.to(rounded.dtype)
-        rounded.scatter_(0, index[None], entry[None])
-        carry -= entry
-
-
 def average_experts_(model: nn.Module, beta: float) -> None:
     """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
 
@@ -99,9 +80,8 @@ def average_experts_(model: nn.Module, beta: float) -> None:
 
     Raises:
         ValueError: unless 0 <= beta <= (E - 1) / E, and 0 for experts of a part of the hidden width; if there are no
-            expert layers, if narrower types than float32 are spread over processes, or held in flat pieces (FSDP1), if
-            they are computed from other parameters (pruned, weight-normed), or if they have adapters (PEFT); nothing is
-            averaged then.
+            expert layers, or if experts are of narrower types than float32, held in flat pieces (FSDP1), computed from
+            other parameters (pruned, weight-normed) or have adapters (PEFT); nothing is averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
@@ -131,10 +111,10 @@ def _averageable(layer: MoeMlp) -> list[Tensor]:
     experts = whole_experts(layer)
     layer.require_plain("cannot be averaged (share_rate=0 trains without averaging)")
     for stacked in experts.values():
-        if is_spread(stacked) and stacked.itemsize < 4:
+        if stacked.itemsize < 4:  # rounding would undo the small steps of small rates
             raise ValueError(
-                f"Experts in different processes are averaged in float32 at least, and those in {layer.path} are "
-                f"{stacked.dtype}: keep the weights in float32 and compute under autocast."
+                f"Experts are averaged in float32 at least, and those in {layer.path} are {stacked.dtype}: keep the "
+                "weights in float32 and compute under autocast (train.py's --amp), or train with share_rate=0."
             )
     return list(experts.values())
 
@@ -292,10 +272,7 @@ class ExpertWeightAveraging:
         return list(due.values())
 
     def _other_sequences(self, stacked: Tensor) -> list[Tensor]:
-        """The weights beside a parameter in the optimizers' state that would undo its averaging.
-
-        Those are the ones of :data:`OWN_WEIGHTS`, and a wider copy of a narrow parameter.
-        """
+        """:data:`OWN_WEIGHTS` of a parameter in the optimizers' state, which would undo its averaging."""
         states = [optimizer.state.get(stacked) or {} for optimizer in self._handles]
         kept = {
             id(other): other
@@ -303,7 +280,7 @@ class ExpertWeightAveraging:
             for name, other in state.items()
             if isinstance(other, Tensor)
             and other.shape == stacked.shape
-            and (any(name in names and key in state for key, names in OWN_WEIGHTS.items()) or is_wider(other, stacked))
+            and any(name in names and key in state for key, names in OWN_WEIGHTS.items())
         }
         return list(kept.values())
 
@@ -346,12 +323,6 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     """Tell if the states count a step, beside the one by which torch makes them; not all optimizers count steps."""
     steps = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
     return any(float(s) > 1 for s in steps if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1))
-
-
-def is_wider(other: Tensor, parameter: Tensor) -> bool:
-    """Tell if a tensor of a parameter's shape is a copy of it in a wider type."""
-    has_wider_type = torch.promote_types(other.dtype, parameter.dtype) != parameter.dtype
-    return has_wider_type and torch.equal(local_part(other).to(parameter.dtype), local_part(parameter))
 
 
 @torch.compiler.disable  # the step of an optimizer may be compiled
