@@ -11,7 +11,7 @@ from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, SPEC, edit, save_as_tra
 from families import SMALL
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from timm.models import save_for_hf
+from timm.models import resolve_model_input_args, save_for_hf
 
 import timm_moe
 from timm_moe.checkpoints import source as source_module
@@ -214,6 +214,26 @@ def test_no_nan_in_json(tmp_path):
     write_json(tmp_path / "a.json", {"metrics": {"normalized_disagreement": math.inf, "nll": [math.nan, 1.0]}})
     written = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert written["metrics"] == {"normalized_disagreement": None, "nll": [None, 1.0]}
+
+
+@pytest.mark.parametrize("stated", [dict(img_size=32), dict(input_size=[3, 32, 32])])
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe"])
+def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, stated):
+    """Newer train.py gives a model of a fixed size --img-size by timm's own function."""
+    options = {name: value for name, value in OPTIONS.items() if name != "img_size"}
+    created = timm.create_model(**resolve_model_input_args(model, stated, num_classes=5, **options))
+    file = save_as_train_py(tmp_path / "a.pth", created, model, model_kwargs=options, **stated)
+    loaded = load_source(file)
+    assert same(loaded, created)
+    assert loaded.pretrained_cfg["input_size"] == (3, 32, 32)
+
+
+@pytest.mark.parametrize(("size", "message"), [(10**6, "too much for weights"), ("32", "damaged|cannot be created")])
+def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, size, message):
+    options = {name: value for name, value in OPTIONS.items() if name != "img_size"}
+    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, model_kwargs=options, img_size=size)
+    with pytest.raises(ValueError, match=message):
+        load_source(file)
 
 
 # --- preprocessing

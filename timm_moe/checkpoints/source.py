@@ -33,7 +33,15 @@ from ..model_config import (
 )
 from ..quick_init import bounded_work, quick_init
 from .harmless import HARMLESS
-from .stated import SOURCE_PREFIXES, Blueprint, args_of_import, args_of_train_py, check_arguments, read_config
+from .stated import (
+    SOURCE_PREFIXES,
+    Blueprint,
+    architecture_arguments,
+    args_of_import,
+    args_of_train_py,
+    check_arguments,
+    read_config,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -146,13 +154,27 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     blueprint = _blueprint(name, spec)
     check_arguments(blueprint.architecture, stated, path)
     args = {**stated, **spec.args()}
-    try:
-        sketch = _sketch(blueprint, args, state_dict, path if stated else None)
-    except Exception as error:  # arguments may end in anything
-        raise _not_created(name, error) from error
+
+    def create_sketch() -> nn.Module:
+        try:
+            return _sketch(blueprint, args, state_dict, path if stated else None)
+        except Exception as error:  # arguments may end in anything
+            raise _not_created(name, error) from error
+
+    sketch = create_sketch()
     state_dict = _unwrapped(state_dict, sketch, path)
+    sizes = {name: tensor.to("meta") for name, tensor in state_dict.items()}
     try:
-        sketch.load_state_dict({name: tensor.to("meta") for name, tensor in state_dict.items()})
+        try:
+            sketch.load_state_dict(sizes)
+        except RuntimeError:
+            image = train_args.get("img_size") or (input_size or ())[1:]
+            if not image or "img_size" in args or "img_size" not in architecture_arguments(blueprint.architecture):
+                raise
+            # Newer train.py creates models of a fixed size for its images.
+            args["img_size"] = stated["img_size"] = image
+            sketch = create_sketch()
+            sketch.load_state_dict(sizes)
         # A dense checkpoint has no routers: they stay as drawn.
         with quick_init() if sketch.state_dict().keys() <= state_dict.keys() else nullcontext():
             model = _create(blueprint, args)
