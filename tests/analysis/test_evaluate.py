@@ -14,14 +14,18 @@ import torch
 from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, make_model, save_as_train_py, write_images
 from PIL import Image
 from safetensors.torch import save_file
+from timm.layers import Mlp
 from timm.models import save_for_hf
 from torch import nn
+from torch.nn import functional as F
 
 from timm_moe import moe_layers
 from timm_moe.analysis import evaluation
-from timm_moe.analysis.data import Inference, image_folder
+from timm_moe.analysis.data import Inference, image_folder, in_eval_mode
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.layers import MoeMlp
 from timm_moe.layers.experts import dropouts
+from timm_moe.layers.routers import RandomPartition
 from timm_moe.rivals import sampled_members
 from timm_moe_cli import main
 
@@ -415,3 +419,15 @@ def test_a_process_of_several_evaluates_by_itself(splits, model, monkeypatch):
     images = image_folder(splits, "val")
     result = evaluate([model, model], images, images, inference=HERE)
     assert (result["images"], result["ood_images"], result["auroc"]) == (30, 30, 0.5)
+
+
+class FunctionalDropout(Mlp):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_experts_are_put_back_into_their_mode():
+    layer = MoeMlp(FunctionalDropout(8), RandomPartition(2), 2)
+    with in_eval_mode([layer]):
+        assert torch.equal(layer(x := torch.randn(4, 8)), layer(x))
+    assert not torch.equal(layer(x), layer(x))

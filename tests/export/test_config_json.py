@@ -7,10 +7,12 @@ import timm
 import torch
 from common import OPTIONS, edit, save_as_train_py
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec
 from timm_moe.export import export as export_module
+from timm_moe.export.push import push_folder
 from timm_moe_cli import main
 
 NAMES = ["ant", "bee", "cat", "dog", "emu"]
@@ -125,12 +127,30 @@ def test_the_licence_is_that_of_weights_that_training_began_from(checkpoint, ewa
 
 def test_a_damaged_history(ewa_vit, tmp_path):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    weights = json.loads((tmp_path / "vit/config.json").read_text())["timm_moe"]["weights"]
     for entry in (
         3, {"nonsense": 1}, {"file": 3}, {"options": {"a": []}}, {"epoch": "1"}, {"metrics": {"top1": "high"}},
         {"metrics": {"top1": float("nan")}}, {"metrics": {"[x](http://)": 1.0}}, {"base": "a\n---"}, {"experts": {}},
     ):  # fmt: skip
-        edit(tmp_path / "vit", lambda config, entry=entry: config.update(timm_moe=entry))
+        record = {**entry, "weights": weights} if isinstance(entry, dict) else entry
+        edit(tmp_path / "vit", lambda config, record=record: config.update(timm_moe=record))
         refused = "it holds NaN" if "NaN" in json.dumps(entry) else r"The entry timm_moe in .*config.json is damaged"
         with pytest.raises(ValueError, match=refused):
             timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def card_of(folder):
+    return push_folder(folder, "user/vit", dry_run=True).card
+
+
+def test_a_history_is_that_of_its_weights_alone(ewa_vit, tmp_path):
+    """Other libraries keep the entry when they write what they trained further."""
+    save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, opt="adamw")
+    timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit")
+    timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
+    said = ("adamw", "last.pth.tar", "vit_tiny_ewa_moe")
+    assert [word in card_of(tmp_path / "again") for word in said] == [True, True, True]
+    weights = load_file(tmp_path / "vit/model.safetensors")
+    save_file({**weights, "head.bias": weights["head.bias"] + 1}, tmp_path / "vit/model.safetensors")
+    assert [word in card_of(tmp_path / "vit") for word in said] == [False, False, False]

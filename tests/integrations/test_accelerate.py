@@ -12,7 +12,7 @@ from common import EXAMPLES, SMALL_VIT
 from processes import run_script
 from torch import nn
 
-from timm_moe import ExpertWeightAveraging, auxiliary_loss
+from timm_moe import ExpertWeightAveraging, auxiliary_loss, export_dense, to_dense
 from timm_moe.callbacks import add_router_losses, start_averaging
 
 pytestmark = [pytest.mark.ci]
@@ -97,3 +97,13 @@ def test_averaging_follows_the_steps_that_are_taken(accelerator, images, ewa_vit
     assert averaging.updates == 6
     assert averaging.share_rate == pytest.approx(0.3 * 6 / 10)
     assert ExpertWeightAveraging.of(optimizer) is averaging
+
+
+def test_a_model_prepared_for_mixed_precision_is_exported(images, ewa_vit, tmp_path):
+    """Accelerate puts autocast around its forward, for good; the written model computes without it."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.unwrap_model(accelerator.prepare(ewa_vit)).eval()
+    assert export_dense(model, tmp_path / "vit").largest_difference < 1e-6
+    stock = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True).eval()
+    assert torch.equal(to_dense(model)(images), stock(images))
+    assert not torch.equal(model(images), stock(images))  # it is as it was

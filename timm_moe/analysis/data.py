@@ -129,7 +129,7 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes.items():
-            module.training = mode
+            module.train(mode)  # parents come first, so each ends in its own
 
 
 def describe_source(source: Source) -> str:

@@ -120,4 +120,12 @@ def put(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:
 
 def copy_sharing_tensors(model: ModelT) -> ModelT:
     """Copy a module, but not its parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    return copied(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
+    """Copy a module except for the objects in ``memo``, without the autocast that Accelerate puts around forwards."""
+    model = copy.deepcopy(model, memo)
+    if vars(model).pop("_original_forward", None):
+        del model.forward
+    return model

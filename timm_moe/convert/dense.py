@@ -1,13 +1,12 @@
 """The way back: one network instead of the experts in each block."""
 
 import contextlib
-import copy
 import logging
 from collections.abc import Iterator
 
 from torch import nn
 
-from .blocks import moe_layers, put, unwrapped, whole_experts
+from .blocks import copied, moe_layers, put, unwrapped, whole_experts
 from .gather import average, get_method
 from .hooks import remove_hooks
 
@@ -34,7 +33,7 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
     memo = {id(layer): layer for layer in moe_layers(model).values()}  # deepcopy leaves them alone
     for layer in memo.values():
         whole_experts(layer)  # raises
-    return to_dense_(copy.deepcopy(model, memo), method, svd_ratio)
+    return to_dense_(copied(model, memo), method, svd_ratio)
 
 
 def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:

@@ -227,8 +227,7 @@ def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) 
         names = checked_labels(config.num_labels, settings.label_names)["label_names"]
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
-    recorded = getattr(config, ENTRY, {})  # of a model that was exported before
-    return TransformersFormat(model, {**entries, ENTRY: history.to_config() or recorded})
+    return TransformersFormat(model, {**entries, ENTRY: history.to_config()})
 
 
 def _refuse_options_of_timm(model: nn.Module, settings: ModelOptions) -> None:

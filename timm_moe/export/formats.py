@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import first_problem
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from ..quick_init import quick_init
+from .history import ENTRY, digest
 
 #: Files of a model; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")
@@ -180,7 +181,8 @@ def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], lo
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write config.json and give the other files its mode: safetensors closes its files to other users."""
+    """Write config.json, last, and give the other files its mode: safetensors closes its files to other users."""
+    config[ENTRY] = {**config[ENTRY], "weights": digest(folder)}
     (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
     for file in folder.iterdir():
         shutil.copymode(folder / "config.json", file)

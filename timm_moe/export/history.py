@@ -1,6 +1,7 @@
 """The origin and training of weights, as far as they are known; recorded in the config.json beside them."""
 
 import csv
+import hashlib
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
 
-#: Entry of config.json that holds the history; timm and the Hub ignore it, transformers keeps it.
+#: Entry of config.json that holds the history, and a digest of the weights: transformers keeps it beside other weights.
 ENTRY = "timm_moe"
 #: Options of train.py that are kept where they are set. None of them is a path.
 _TRAINING_OPTIONS = (
@@ -142,17 +143,31 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
 
 
 def recorded_history(folder: Path) -> History:
-    """Read the history in a folder's config.json; without it, the folder's name. ValueError if it is damaged."""
+    """Read the history in a folder's config.json, if it is that of the weights there, or else the folder's name.
+
+    It is a ValueError if it is damaged.
+    """
     record = json.loads(read_text(folder / "config.json")).get(ENTRY)
-    if record is None:
-        return History(public(folder.absolute()))
     try:
+        if record is None or record.pop("weights", None) != digest(folder):
+            return History(public(folder.absolute()))
         experts = record.get("experts")
         return History(**{**record, "experts": None if experts is None else Experts(**experts)})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out."
         ) from error
+
+
+def digest(folder: Path) -> str | None:
+    """Return the SHA-256 of the weights in a folder; None if they have another name, as no exported ones have."""
+    file, found = folder / "model.safetensors", hashlib.sha256()
+    if not file.is_file():
+        return None
+    with file.open("rb") as weights:
+        while part := weights.read(2**20):
+            found.update(part)
+    return found.hexdigest()
 
 
 def _history_of_run(
