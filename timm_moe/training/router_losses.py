@@ -105,7 +105,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     if not losses:
         reference = next(model.parameters(), None)
         return torch.zeros((), device=None if reference is None else reference.device)
-    return torch.stack(losses).sum()
+    return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()  # blocks may be on several GPUs
 
 
 def has_waiting_losses(model: nn.Module) -> bool:
