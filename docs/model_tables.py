@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from paper_figures import FIGURES, PAPERS, number_text
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
 from timm_moe.convert.blocks import moe_layers
@@ -18,7 +19,6 @@ from timm_moe.info import (
     weightless_model,
 )
 from timm_moe.models import ewa
-from timm_moe.papers.papers import FIGURES, PAPERS, number_text
 
 _MODELS = """\
 # EWA for every architecture of timm, by name

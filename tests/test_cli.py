@@ -12,7 +12,6 @@ from common import SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
 import timm_moe
-from timm_moe.export.export import export_dense, export_moe
 from timm_moe_cli import main
 
 
@@ -55,25 +54,12 @@ def test_info_takes_options(capsys):
     assert "8 in each of 2 layers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "is_registered"), [({}, True), (dict(depth=2), False)])
-def test_the_papers_figures_stand_beside_the_registered_model_alone(options, is_registered, tmp_path, capsys):
-    model = timm.create_model("vit_xtiny_ewa_moe", num_classes=5, **options)
-    export_moe(model, tmp_path / "moe", model_args=options)
-    assert main(["info", f"local-dir:{tmp_path / 'moe'}"]) == 0
+def test_info_of_shared_experts(capsys):
+    assert main(["info", "widenet_b"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "no figures for these options; for the registered ones: timm-moe info vit_xtiny_ewa_moe" in out
-    ) != is_registered
-    assert ("prints neither size nor cost of this model" in out) == is_registered
-
-
-def test_the_papers_figures_do_not_stand_beside_a_dense_model_of_another_size(tmp_path, capsys):
-    export_dense(timm.create_model("vit_small_ewa_moe", **SMALL_VIT), tmp_path / "dense")
-    assert main(["info", f"local-dir:{tmp_path / 'dense'}"]) == 0
-    out = capsys.readouterr().out
-    assert "MACs" in out
-    assert "table" not in out
-    assert "prints no figures for these options\n" in out
+    assert "4 in one layer, the model has 12 blocks, a token takes 2" in out
+    assert main(["info", "ones_b"]) == 0
+    assert "experts                none" in capsys.readouterr().out
 
 
 def test_info_of_routed_experts(capsys):

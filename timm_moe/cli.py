@@ -21,6 +21,7 @@ from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.images import read_class_map
 from .analysis.mixtures import collect_mixtures, mixing_layers
+from .analysis.norms import norm_divergence
 from .analysis.routes import FILES as ROUTES_FILES
 from .analysis.routes import class_shares, plot, plot_mixtures, write_routes
 from .analysis.routes import table as routes_table
@@ -33,10 +34,8 @@ from .console import PrintableFormatter, describe, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
-from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models, weightless_model
+from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import get_pretrained_cfg, preprocessing
-from .papers.norms import norm_divergence
-from .papers.papers import comparisons
 from .rivals import sampled_members
 
 
@@ -277,25 +276,18 @@ def _info(args: argparse.Namespace) -> None:
     spec, norms = ModelSpec(args.name, args.num_classes, args.model_kwargs), ""
     is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
     if is_model(args.model) or not is_path:
-        info, as_registered = model_info(args.model, **spec.args()), not args.model_kwargs
+        info = model_info(args.model, **spec.args())
     else:
         model = load_source(args.model, spec)
         with suppress(ValueError):  # norms that cannot be compared
             norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
-        name = get_pretrained_cfg(model)["architecture"]
-        info = measure(model.to("meta"), name)
-        # as registered but for the number of classes
-        as_registered = info == measure(weightless_model(name, num_classes=model.num_classes), name)
+        info = measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
     rows = info.rows()
     if norms:
         rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
     show(info.name)
     for label, value in rows.items():
         show(f"  {label:<22} {value}")
-    registered = f"; for the registered ones: timm-moe info {info.name}" if is_registered_here(info.name) else ""
-    other = f"prints no figures for these options{registered}"
-    for label, text in comparisons(info.name) if as_registered else [("paper", other)]:
-        show(f"  {label:<22} {text}")
 
 
 def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse.Namespace) -> None:

@@ -16,9 +16,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 import timm_moe
+from timm_moe.analysis.norms import norm_divergence
 from timm_moe.layers import TopKRouter
 from timm_moe.layers.losses import balance_loss
-from timm_moe.papers.norms import norm_divergence
 from timm_moe_cli import main
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2, num_classes=5)

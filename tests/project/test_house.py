@@ -20,15 +20,15 @@ FLOORS = (
     ("integrations",),
     ("models",),
     ("checkpoints",),
-    ("analysis", "export", "rivals", "papers"),
+    ("analysis", "export", "rivals"),
     ("report",),
     ("callbacks", "demo"),
     ("cli",),
     ("registration",),
     ("__init__",),
 )
-#: What the papers only compare with, and their tables: only the front door and the commands know them.
-BESIDE = {"rivals", "papers"}
+#: What the papers only compare with: only the front door and the commands know it.
+BESIDE = {"rivals"}
 FRONT = {"__init__", "registration", "cli"}
 #: Imported by every room, so that it belongs to none.
 VERSION = "version"
@@ -95,7 +95,7 @@ def test_a_module_imports_from_its_room_and_from_floors_below():
     assert not upwards, upwards
 
 
-def test_only_the_front_door_and_the_commands_know_rivals_and_papers():
+def test_only_the_front_door_and_the_commands_know_rivals():
     known = [
         f"{module_of(file)} imports {imported}"
         for file in FILES

@@ -19,9 +19,9 @@ RIDDLES = re.compile(r"\b(anew|those\s+of|is\s+told|has\s+(?-i:none)|stands(?!\s
 MOST_PARAMETERS, LONGEST_FILE = 8, 500
 #: Conversion is the one place where all options of an expert layer meet.
 MANY_PARAMETERS = ("convert_to_moe",)
-#: Rooms that no training needs: what the papers compare with, their tables, the report.
-BESIDE = ("rivals", "papers", "report")
-MOST_LINES, MOST_LINES_WITH_BESIDE = 13_330, 15_500  # the aim is 11,000 and 14,000
+#: Rooms that no training needs: what the papers compare with, the report.
+BESIDE = ("rivals", "report")
+MOST_LINES, MOST_LINES_WITH_BESIDE = 13_345, 15_280  # the aim is 11,000 and 14,000
 
 
 def place(file):

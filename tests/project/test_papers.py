@@ -24,11 +24,10 @@ from timm_moe.info import (
     weightless,
     weightless_model,
 )
-from timm_moe.papers.papers import FIGURES, PAPERS, Figure, router_parameters, training_flops
-from timm_moe_cli import main
 
 sys.path.insert(0, str(ROOT / "docs"))
-model_tables = import_module("model_tables")
+model_tables, paper_figures = import_module("model_tables"), import_module("paper_figures")
+FIGURES, Figure, router_parameters = paper_figures.FIGURES, paper_figures.Figure, paper_figures.router_parameters
 
 #: By formula, in the order of FIGURES.
 EXPECTED = {
@@ -86,7 +85,7 @@ def values():
 
 def test_every_figure_is_expected():
     assert {(figure.paper, figure.where) for figure in FIGURES} == set(EXPECTED)
-    assert {figure.paper for figure in FIGURES} == set(PAPERS)
+    assert {figure.paper for figure in FIGURES} == set(paper_figures.PAPERS)
 
 
 @pytest.mark.parametrize("place", EXPECTED, ids=" ".join)
@@ -165,7 +164,7 @@ def test_training_flops_are_those_of_a_forward_and_a_backward():
     model = weightless_model("vmoe_s32", **options)
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(64, 3, 384, 384, device="meta")).sum().backward()
-    assert training_flops(weightless_model("vmoe_s32", **options)) == counter.get_total_flops() / 64
+    assert paper_figures.training_flops(weightless_model("vmoe_s32", **options)) == counter.get_total_flops() / 64
 
 
 @pytest.mark.ci
@@ -175,27 +174,6 @@ def test_the_page_is_up_to_date(values):
     of_papers = [name for name in registered_models() if not is_named_after_stock(name)]
     assert len(of_papers) > 30
     assert all((f"| `{name}` |" in written) == (name in of_papers) for name in registered_models())
-
-
-def test_info_shows_the_figures_of_a_model(capsys):
-    assert main(["info", "vimoe_s14"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("  paper                  ViMoE, arXiv 2410.15732")
-    rows = [(figure, f"    {figure.where:<20}") for figure in FIGURES if figure.model == "vimoe_s14"]
-    assert len(lines) == start + 1 + len(rows)
-    for line, (figure, label) in zip(lines[start + 1 :], rows, strict=True):
-        assert line.startswith(f"{label} {figure.quantity}: {figure.printed}, here ")
-    assert "    table 1              parameters (M): 38.6, here 38.562" in lines
-    assert "    table 1              parameters (M): 27.9, here 27.925 with num_experts=2 moe_layers=tail-5" in lines
-
-
-def test_info_gives_reasons_and_says_where_there_is_no_figure(capsys):
-    main(["info", "vit_tiny_moe"])
-    assert "  paper                  prints neither size nor cost of this model\n" in capsys.readouterr().out
-    assert main(["info", "vmoe_s32"]) == 0
-    out = capsys.readouterr().out
-    assert "23.22, here 23.937 with img_size=384 capacity_factor=1.5 top_k=1; 3 to 4 % above\n" in out
-    assert "not legible, here 166.680 with num_classes=18291 pre_logits=True\n" in out
 
 
 @pytest.mark.parametrize(
@@ -240,14 +218,3 @@ def test_ratios_of_widenets_abstract():
     assert round(widenet_l / 87, 4) == 0.4598
     assert round(widenet_l / 305, 2) == 0.13
     assert round(widenet_l / 406, 4) == 0.0985
-
-
-def test_info_of_shared_experts(capsys):
-    assert main(["info", "widenet_b"]) == 0
-    out = capsys.readouterr().out
-    assert "4 in one layer, the model has 12 blocks, a token takes 2" in out
-    assert "  paper                  WideNet, arXiv 2107.11817\n" in out
-    assert main(["info", "ones_b"]) == 0
-    out = capsys.readouterr().out
-    assert "experts                none" in out
-    assert "    table 1              parameters (M): 10, here 10.799 with official_compat=True\n" in out

@@ -1,21 +1,20 @@
-"""The sizes and costs that the papers print, beside measurements of the models."""
+"""The sizes and costs that the papers print (paper_figures.tsv), beside measurements of the models."""
 
 import csv
 import math
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.resources import files
-from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from timm.utils import ParseKwargs
 from torch import nn
 
-from ..convert.blocks import moe_layers
-from ..info import (
+from timm_moe.convert.blocks import moe_layers
+from timm_moe.info import (
     activated_parameters,
     evaluation_cost,
     forward_cost,
@@ -23,7 +22,7 @@ from ..info import (
     parameters_of_an_expert,
     weightless_model,
 )
-from ..models.publications import PUBLICATIONS
+from timm_moe.models.publications import PUBLICATIONS
 
 #: The papers whose figures are measured here, in the order of the page, with their arXiv numbers.
 PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", "ViMoE", "Soft MoE", "pBE")}
@@ -135,7 +134,7 @@ def _measured(quantity: str, name: str, options: dict[str, Any]) -> float:
 
 
 def _figure(row: dict[str, str]) -> Figure:
-    """Make a figure of a row of ``figures.tsv``."""
+    """Make a figure of a row of paper_figures.tsv."""
     stated, printed = Namespace(), row["printed"]
     ParseKwargs(["--"], "options")(ArgumentParser(), stated, row["options"].split())
     return Figure(
@@ -148,29 +147,13 @@ def _figure(row: dict[str, str]) -> Figure:
 
 
 def _figures() -> list[Figure]:
-    lines = files(__package__).joinpath("figures.tsv").read_text(encoding="utf-8").splitlines()
+    lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
     rows = csv.DictReader((line for line in lines if line[0] != "#"), restval="", delimiter="\t")
     return [_figure(row) for row in rows]
 
 
 #: All figures, in the order of the page.
 FIGURES = _figures()
-
-
-def comparisons(model: str) -> Iterator[tuple[str, str]]:
-    """Compare a registered model with what the papers print about it: labels and texts for ``timm-moe info``."""
-    name = model.partition(".")[0]
-    figures = [figure for figure in FIGURES if figure.model == name]
-    if not figures:
-        yield "paper", "prints neither size nor cost of this model"
-    for paper, of_paper in groupby(figures, key=lambda figure: figure.paper):
-        yield "paper", f"{paper}, arXiv {PAPERS[paper]}"
-        for figure in of_paper:
-            value = figure.measure()
-            options = figure.label.removeprefix(name)
-            text = f"{figure.quantity}: {figure.printed or 'not legible'}, here {number_text(value)}"
-            text += f" with{options}" if options else ""
-            yield f"  {figure.where}", text + (f"; {figure.why(value)}" if figure.why(value) else "")
 
 
 def number_text(value: float) -> str:
