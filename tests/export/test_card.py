@@ -15,8 +15,8 @@ from hub_client import front_matter
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.export import PushOptions, push_dense, push_folder, push_moe
 from timm_moe.export.export import export_moe
-from timm_moe.export.push import Destination, push_dense, push_folder, push_moe
 from timm_moe_cli import main
 
 PRETRAINED = {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}
@@ -267,7 +267,7 @@ def test_a_licence_that_is_no_abbreviation(strange):
 @pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe, push_folder])
 def test_an_option_that_does_not_exist(function, dense_vit):
     assert len(inspect.signature(function).parameters) <= 8
-    with pytest.raises(TypeError, match=r"^There is no option 'licence'; there are .*label_names, license, .*\.$"):
+    with pytest.raises(TypeError, match="argument 'licence'"):
         function(dense_vit, "user/vit", licence="mit")
 
 
@@ -284,7 +284,7 @@ def test_an_option_that_does_not_exist(function, dense_vit):
 )
 def test_bad_destinations(repo_id, options, message):
     with pytest.raises(ValueError, match=message):
-        Destination(repo_id, **options)
+        PushOptions(repo_id=repo_id, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """A trained model becomes a checked folder, and the folder goes to the Hugging Face Hub with a model card."""
 
 from .export import export_dense, export_moe
-from .options import Destination, ModelOptions, Statements
+from .options import ModelOptions, PushOptions
 from .push import push_dense, push_folder, push_moe
 
 __all__ = [
-    "Destination",
     "ModelOptions",
-    "Statements",
+    "PushOptions",
     "export_dense",
     "export_moe",
     "push_dense",

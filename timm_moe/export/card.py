@@ -14,7 +14,7 @@ from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
 from .export import Export
 from .history import HUB_NAME, METRICS, Experts, History, public
-from .options import Destination, Statements, is_abbreviation
+from .options import PushOptions, is_abbreviation
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Facts:
     experts: Experts | None = None  # of a model that still has them
 
 
-def timm_facts(model: nn.Module, destination: Destination) -> Facts:
+def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     """Describe a model of timm or of this package, loaded from the files that are uploaded."""
     cfg = get_pretrained_cfg(model)
     architecture = cfg["architecture"]
@@ -47,7 +47,7 @@ def timm_facts(model: nn.Module, destination: Destination) -> Facts:
         library="timm",
         architecture=architecture,
         kind=f"A `{architecture}` for images of {size} pixels and {model.num_classes} classes.",
-        use=_filled("use_timm.md", needed=needed, name=destination.model_name),
+        use=_filled("use_timm.md", needed=needed, name=options.model_name),
         sizes=sizes,
         tags=["image-classification", "timm"],
         task="image-classification" if model.num_classes else "image-feature-extraction",
@@ -56,11 +56,11 @@ def timm_facts(model: nn.Module, destination: Destination) -> Facts:
     )
 
 
-def foreign_facts(export: Export, config: dict[str, Any], destination: Destination) -> Facts:
+def foreign_facts(export: Export, config: dict[str, Any], options: PushOptions) -> Facts:
     """Describe a dense model that timm did not make, from its export and its config.json."""
     architecture = export.architecture
-    revision = f', revision="{destination.revision}"' if destination.revision else ""
-    place = {"repo_id": destination.repo_id, "revision": revision}
+    revision = f', revision="{options.revision}"' if options.revision else ""
+    place = {"repo_id": options.repo_id, "revision": revision}
     classifies = export.library == "transformers" and architecture.endswith("ForImageClassification")
     if export.library == "transformers":
         module, _, name = architecture.rpartition(".")
@@ -93,16 +93,16 @@ def _purpose(config: dict[str, Any], classifies: bool) -> str:
     return f" for {' and '.join(known)}" if known else ""
 
 
-def card(facts: Facts, history: History, statements: Statements, destination: Destination) -> str:
-    """Return the text of a model card; the publisher's ``statements`` replace the history's."""
+def card(facts: Facts, history: History, options: PushOptions) -> str:
+    """Return the text of a model card; what the publisher states replaces the history's."""
     experts = facts.experts or history.experts
     method = None if facts.experts else history.method  # by which one network was made of the experts
     is_what_was_measured = experts is None or method is None or (experts.mean and method == "average")
-    metrics = statements.metrics or (history.metrics if is_what_was_measured else {})
-    dataset = statements.dataset or history.dataset
-    images = statements.dataset if statements.metrics else dataset or "validation images of the training run"
-    title = destination.repo_id.split("/")[-1]
-    on_hub = statements.dataset or (history.dataset if history.dataset_on_hub else None)
+    metrics = options.metrics or (history.metrics if is_what_was_measured else {})
+    dataset = options.dataset or history.dataset
+    images = options.dataset if options.metrics else dataset or "validation images of the training run"
+    title = options.repo_id.split("/")[-1]
+    on_hub = options.dataset or (history.dataset if history.dataset_on_hub else None)
     if not HUB_NAME.fullmatch(on_hub or ""):
         on_hub = None
     results = [
@@ -133,8 +133,8 @@ def card(facts: Facts, history: History, statements: Statements, destination: De
         model=_model(facts, experts, method, is_what_was_measured),
         use=facts.use,
         training=_training(history, dataset),
-        results=_results(history, metrics, images, stated=bool(statements.metrics)),
-        license=_license(facts, history, stated=bool(statements.license)),
+        results=_results(history, metrics, images, stated=bool(options.metrics)),
+        license=_license(facts, history, stated=bool(options.license)),
         citation=_citation(facts, experts, method),
     )
     return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections

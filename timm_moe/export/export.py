@@ -26,7 +26,7 @@ from .formats import (
     timm_model_in,
 )
 from .history import ENTRY, Experts, History, find_history
-from .options import ModelOptions, checked_labels, grouped
+from .options import ModelOptions, checked_labels
 from .outputs import compare, inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def export_dense(
         TypeError: if there is no option of a name.
         OSError: if the folder is in use or cannot be written.
     """
-    (settings,) = grouped(options, ModelOptions)
+    settings = ModelOptions(**options)
     target = check_target(output_dir, overwrite)
     layout = _load(source, settings, allow_nonfinite, method)
     inputs = inputs_for(layout.model, settings.example_inputs)
@@ -136,7 +136,7 @@ def export_moe(
     Raises:
         ValueError: if the model has no expert layers or no registered name.
     """
-    (settings,) = grouped({**options, "model_args": model_args}, ModelOptions)
+    settings = ModelOptions(**options, model_args=model_args)
     target = check_target(output_dir, overwrite)
     layout = _load(source, settings, allow_nonfinite, method=None)
     inputs = inputs_for(layout.model, settings.example_inputs)

@@ -1,4 +1,4 @@
-"""Options that exports and pushes share, in groups."""
+"""Options of exports and pushes."""
 
 import math
 import re
@@ -38,39 +38,9 @@ class ModelOptions:
     label_descriptions: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True)
-class Statements:
-    """Statements of the publisher for the model card.
-
-    Attributes:
-        license: as the Hub abbreviates it, ``"apache-2.0"``.
-        dataset: images that the model was trained on, by their name on the Hub or any other name.
-        metrics: results of the published model, by name.
-
-    Raises:
-        ValueError: if a metric is not a finite number, or the licence not an abbreviation.
-    """
-
-    license: str | None = None
-    dataset: str | None = None
-    metrics: dict[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (self.metrics or {}).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"The metric {name} must be a finite number, got {value!r}.")
-        if self.license is not None and not is_abbreviation(self.license):
-            raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
-
-
-def is_abbreviation(license: Any) -> bool:
-    """Tell if a licence is written as the Hub abbreviates it; a config may state any text."""
-    return isinstance(license, str) and re.fullmatch(r"[a-z0-9.+-]+", license) is not None
-
-
-@dataclass(frozen=True)
-class Destination:
-    """A repository on the Hub, and how to commit to it.
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(ModelOptions):
+    """A repository on the Hub, how to commit to it, and statements for the model card, where ``license`` is one too.
 
     Attributes:
         repo_id: ``user/name``.
@@ -78,9 +48,12 @@ class Destination:
         revision: branch, created if it does not exist; main by default.
         create_pr: open a pull request instead of committing to the branch.
         dry_run: do everything but upload.
+        dataset: images that the model was trained on, by their name on the Hub or any other name.
+        metrics: results of the published model, by name.
 
     Raises:
-        ValueError: if the name of the repository or branch is not possible.
+        ValueError: if the name of the repository or branch is not possible, a metric is not a finite number, or the
+            licence not as the Hub abbreviates it, ``"apache-2.0"``.
     """
 
     repo_id: str
@@ -88,6 +61,8 @@ class Destination:
     revision: str | None = None
     create_pr: bool = False
     dry_run: bool = False
+    dataset: str | None = None
+    metrics: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -98,11 +73,25 @@ class Destination:
             raise ValueError(f"A repository is named user/name, got {self.repo_id!r}.")
         if self.revision is not None and not re.fullmatch(r"\w[\w./-]*", self.revision):
             raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
+        for name, value in (self.metrics or {}).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"The metric {name} must be a finite number, got {value!r}.")
+        if self.license is not None and not is_abbreviation(self.license):
+            raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
 
     @property
     def model_name(self) -> str:
         """Name for ``timm.create_model``."""
         return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+
+    def of_export(self) -> dict[str, Any]:
+        """Return the options of :func:`timm_moe.export_dense`."""
+        return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
+
+
+def is_abbreviation(license: Any) -> bool:
+    """Tell if a licence is written as the Hub abbreviates it; a config may state any text."""
+    return isinstance(license, str) and re.fullmatch(r"[a-z0-9.+-]+", license) is not None
 
 
 def checked_labels(
@@ -120,13 +109,3 @@ def checked_labels(
         if name not in names or not isinstance(text, str):
             raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
     return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
-
-
-def grouped(options: Mapping[str, Any], *kinds: type) -> list[Any]:
-    """Sort keyword arguments into one instance of each dataclass that has the name; TypeError if none has it."""
-    names = {kind: {field.name for field in fields(kind)} for kind in kinds}
-    known = set().union(*names.values())
-    for name in options:
-        if name not in known:
-            raise TypeError(f"There is no option {name!r}; there are {', '.join(sorted(known))}.")
-    return [kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds]

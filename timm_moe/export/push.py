@@ -28,7 +28,7 @@ from .card import card, foreign_facts, timm_facts
 from .export import ADAPTERS, export_dense, export_moe, require_finite_weights, stated_labels
 from .formats import drop_second_num_classes, load_checked
 from .history import recorded_history
-from .options import Destination, ModelOptions, Statements, grouped
+from .options import PushOptions
 from .outputs import inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Push:
     @property
     def model_name(self) -> str:
         """Name for ``timm.create_model``, if the model is one of timm's."""
-        return Destination(self.repo_id, revision=self.revision).model_name
+        return PushOptions(repo_id=self.repo_id, revision=self.revision).model_name
 
 
 def push_dense(
@@ -88,10 +88,8 @@ def push_dense(
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: for ``method="svd"``, see there.
-        **options: fields of :class:`timm_moe.export.Destination` (``revision``, ``create_pr``, ``dry_run``), of
-            :class:`timm_moe.export.Statements` for the card (``license``, ``dataset``, ``metrics``) and of
-            :class:`timm_moe.export.ModelOptions`. By default the data set and the results come from train.py, the
-            results only if the published model computes the function that was measured.
+        **options: others of :class:`timm_moe.export.PushOptions`. By default the data set and the results come from
+            train.py, the results only if the published model computes the function that was measured.
 
     Raises:
         ValueError: if an option is wrong, the export fails, a link in a folder leads out of it, or the Hub rejects the
@@ -101,25 +99,26 @@ def push_dense(
         ConnectionError: if the Hub cannot be reached, breaks off, fails, or is silent for half a minute.
         OSError: if something cannot be read or written.
     """
-    order = _begin(repo_id, private, options)
+    settings = PushOptions(repo_id=repo_id, private=private, **options)
+    api = _log_in(settings)
     folder = folder_of(source)
     if folder is not None:
         _require_own_files(folder)
     if folder is not None and method == "average":
-        with _own_copy(folder, order) as (copy, model):
+        with _own_copy(folder, settings) as (copy, model):
             if not moe_layers(model):
-                return _publish_copy(copy, model, order)
+                return _publish_copy(copy, model, settings, api)
             del model
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
-        export = export_dense(source, made, method, svd_ratio=svd_ratio, **vars(order.settings))
+        export = export_dense(source, made, method, svd_ratio=svd_ratio, **settings.of_export())
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
         if export.library == "timm":
-            return _publish(made, _timm_card(made, order), order)
+            return _publish(made, _timm_card(made, settings), settings, api)
         config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-        facts = foreign_facts(export, config, order.destination)
-        return _publish(made, card(facts, recorded_history(made), order.statements, order.destination), order)
+        facts = foreign_facts(export, config, settings)
+        return _publish(made, card(facts, recorded_history(made), settings), settings, api)
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -134,16 +133,17 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         private: as for :func:`push_dense`.
         **options: as for :func:`push_dense`, whose errors are raised too.
     """
-    order = _begin(repo_id, private, options)
+    settings = PushOptions(repo_id=repo_id, private=private, **options)
+    api = _log_in(settings)
     folder = folder_of(source)
     if folder is not None:
-        with _own_copy(folder, order) as (copy, model):
+        with _own_copy(folder, settings) as (copy, model):
             if moe_layers(model):
-                return _publish_copy(copy, model, order)
+                return _publish_copy(copy, model, settings, api)
         raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
     with tempfile.TemporaryDirectory() as temporary:
-        made = export_moe(source, Path(temporary, "model"), **vars(order.settings))
-        return _publish(made, _timm_card(made, order), order)
+        made = export_moe(source, Path(temporary, "model"), **settings.of_export())
+        return _publish(made, _timm_card(made, settings), settings, api)
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -159,26 +159,10 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
         **options: as for :func:`push_dense`, whose errors are raised too; of the model only the class names can be
             stated.
     """
-    order = _begin(repo_id, private, options)
-    with _own_copy(Path(str(folder).removeprefix("local-dir:")), order) as (copy, model):
-        return _publish_copy(copy, model, order)
-
-
-@dataclass(frozen=True)
-class _Order:
-    """The checked options of a push, and a client that is logged in, or None for a dry run."""
-
-    destination: Destination
-    statements: Statements
-    settings: ModelOptions
-    api: HfApi | None
-
-
-def _begin(repo_id: str, private: bool, options: dict[str, Any]) -> _Order:
-    """Check the options and the login, before any work is done."""
-    given = {"repo_id": repo_id, "private": private, **options}
-    destination, statements, settings = grouped(given, Destination, Statements, ModelOptions)
-    return _Order(destination, statements, settings, None if destination.dry_run else _log_in())
+    settings = PushOptions(repo_id=repo_id, private=private, **options)
+    api = _log_in(settings)
+    with _own_copy(Path(str(folder).removeprefix("local-dir:")), settings) as (copy, model):
+        return _publish_copy(copy, model, settings, api)
 
 
 @contextmanager
@@ -208,13 +192,13 @@ def _require_own_files(folder: Path) -> None:
 
 
 @contextmanager
-def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
+def _own_copy(folder: Path, settings: PushOptions) -> Iterator[tuple[Path, nn.Module]]:
     """Copy a folder's files and load their model, so that what is checked is what is uploaded.
 
     ValueError is raised if an option is given that only a file can follow.
     """
     _require_own_files(folder)
-    if order.settings.use_ema or order.settings.spec not in (None, ModelSpec()):
+    if settings.use_ema or settings.spec not in (None, ModelSpec()):
         raise ValueError(
             f"{folder} states its model and has one kind of weights: export it with these options, and push that."
         )
@@ -226,7 +210,7 @@ def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
         for file in folder.iterdir():
             if file.name in _FILES:
                 shutil.copyfile(require_file(file, folder), copy / file.name)
-        if (copy / "README.md").exists() and any(vars(order.statements).values()):
+        if (copy / "README.md").exists() and (settings.license or settings.dataset or settings.metrics):
             raise ValueError(
                 f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file "
                 "away."
@@ -240,9 +224,9 @@ def _own_copy(folder: Path, order: _Order) -> Iterator[tuple[Path, nn.Module]]:
         yield copy, model
 
 
-def _publish_copy(copy: Path, model: nn.Module, order: _Order) -> Push:
+def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfApi | None) -> Push:
     """Upload the copy of a folder, with the licence and class names that the user states."""
-    settings, file = order.settings, copy / "config.json"
+    file = copy / "config.json"
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     text = file.read_text(encoding="utf-8")
     config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
@@ -251,37 +235,38 @@ def _publish_copy(copy: Path, model: nn.Module, order: _Order) -> Push:
         config.get("pretrained_cfg", config)["license"] = settings.license
     if config != json.loads(text):
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return _publish(copy, _timm_card(copy, order), order)
+    return _publish(copy, _timm_card(copy, settings), settings, api)
 
 
-def _timm_card(made: Path, order: _Order) -> str:
+def _timm_card(made: Path, settings: PushOptions) -> str:
     """Return the card of a folder in timm's layout, after timm has loaded it."""
-    facts = timm_facts(load_checked(made, "timm"), order.destination)
-    return card(facts, recorded_history(made), order.statements, order.destination)
+    facts = timm_facts(load_checked(made, "timm"), settings)
+    return card(facts, recorded_history(made), settings)
 
 
 # --- the Hub
 
 
-def _publish(folder: Path, card: str, order: _Order) -> Push:
+def _publish(folder: Path, card: str, settings: PushOptions, api: HfApi | None) -> Push:
     """Upload the files of a folder, and the card unless there is a README.md among them."""
     files: dict[str, Path | bytes] = {file.name: file for file in sorted(folder.iterdir())}
     own = files.pop("README.md", None)
     text = own.read_text(encoding="utf-8") if isinstance(own, Path) else card
     files["README.md"] = text.encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
-    destination, api = order.destination, order.api
-    url, revision = None, destination.revision
+    url, revision = None, settings.revision
     if api is not None:
-        _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, destination.repo_id)
-        with _asking_the_hub(destination):
-            url, revision = _commit(api, files, destination)
-    repo_url = f"{HfApi().endpoint}/{destination.repo_id}"
-    return Push(repo_url, destination.repo_id, sizes, text, url, revision)
+        _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, settings.repo_id)
+        with _asking_the_hub(settings):
+            url, revision = _commit(api, files, settings)
+    repo_url = f"{HfApi().endpoint}/{settings.repo_id}"
+    return Push(repo_url, settings.repo_id, sizes, text, url, revision)
 
 
-def _log_in() -> HfApi:
-    """Return a client of the Hub, after the Hub has accepted the token."""
+def _log_in(settings: PushOptions) -> HfApi | None:
+    """Return a client of the Hub, after the Hub has accepted the token; None for a dry run."""
+    if settings.dry_run:
+        return None
     with _asking_the_hub():
         token = get_token()
         if token is None:
@@ -294,17 +279,17 @@ def _log_in() -> HfApi:
     return api
 
 
-def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination) -> tuple[str | None, str | None]:
+def _commit(api: HfApi, files: dict[str, Path | bytes], settings: PushOptions) -> tuple[str | None, str | None]:
     """Make one commit; return its URL, None where the files are there already, and the revision to load."""
-    repo_id, revision = destination.repo_id, destination.revision
+    repo_id, revision = settings.repo_id, settings.revision
     try:
         is_private = api.model_info(repo_id, timeout=PATIENCE).private
     except RepositoryNotFoundError:
-        api.create_repo(repo_id, private=destination.private or None)  # else as the organisation has it
+        api.create_repo(repo_id, private=settings.private or None)  # else as the organisation has it
     else:
-        if destination.private and not is_private:
+        if settings.private and not is_private:
             raise PermissionError(f"{repo_id} is there already and public: push without --private, or to a new name.")
-    if revision is not None and not destination.create_pr and not revision.startswith("refs/"):
+    if revision is not None and not settings.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     last = api.model_info(repo_id, revision=revision, timeout=PATIENCE)
     stale = sorted({file.rfilename for file in last.siblings or ()} & {*ADAPTERS})
@@ -316,7 +301,7 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
         [*(CommitOperationAdd(name, file) for name, file in files.items()), *map(CommitOperationDelete, stale)],
         commit_message="Add model",
         revision=revision,
-        create_pr=destination.create_pr,
+        create_pr=settings.create_pr,
     )
     if commit.oid == last.sha:
         return None, revision
@@ -326,7 +311,7 @@ def _commit(api: HfApi, files: dict[str, Path | bytes], destination: Destination
 
 
 @contextmanager
-def _asking_the_hub(destination: Destination | None = None) -> Iterator[None]:
+def _asking_the_hub(settings: PushOptions | None = None) -> Iterator[None]:
     """Limit how long the Hub may keep its client waiting, by default for ever, and write each error as a sentence."""
     client: Any = get_session()
     before, client.timeout = getattr(client, "timeout", None), PATIENCE
@@ -336,7 +321,7 @@ def _asking_the_hub(destination: Destination | None = None) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) else None  # of the upload of a file
         cause = cause if isinstance(cause, Exception) else error
-        explained = _explained(cause, destination, time.monotonic() - begin)
+        explained = _explained(cause, settings, time.monotonic() - begin)
         if explained is None:
             raise
         raise explained from error
@@ -344,7 +329,7 @@ def _asking_the_hub(destination: Destination | None = None) -> Iterator[None]:
         client.timeout = before
 
 
-def _explained(error: Exception, destination: Destination | None, waited: float) -> Exception | None:
+def _explained(error: Exception, settings: PushOptions | None, waited: float) -> Exception | None:
     if not isinstance(error, HfHubHTTPError):
         hub = f"The Hub at {HfApi().endpoint}"
         if isinstance(error, HTTPError) and "Timeout" in type(error).__name__:
@@ -360,7 +345,7 @@ def _explained(error: Exception, destination: Destination | None, waited: float)
             )
         return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
     status = error.response.status_code
-    where = "this" if destination is None else destination.repo_id
+    where = "this" if settings is None else settings.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
     if status == 401:
         return PermissionError("The Hub does not know your token: run hf auth login again, or correct HF_TOKEN.")
