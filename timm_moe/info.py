@@ -138,8 +138,8 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         moe_layers=list(moe_layers(model)),
         blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
         num_experts=layers[0].num_experts if layers else 0,
-        top_k=layers[0].routed_by.experts_of_row() if layers else 0,
-        routing_unit=layers[0].routed_by.routing_unit if layers else "token",
+        top_k=layers[0].router.experts_of_row() if layers else 0,
+        routing_unit=layers[0].router.routing_unit if layers else "token",
         members=getattr(model, "ensemble_size", 1),
         total=parameters(model),
         activated=activated_parameters(model),
@@ -156,7 +156,7 @@ def parameters(module: nn.Module) -> int:
 def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
     """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
     return parameters(model) - sum(
-        (layer.num_experts - (experts or layer.routed_by.experts_of_row())) * parameters_of_an_expert(layer)
+        (layer.num_experts - (experts or layer.router.experts_of_row())) * parameters_of_an_expert(layer)
         for layer in moe_layers(model).values()
     )
 
@@ -169,7 +169,7 @@ def evaluation_cost(model: nn.Module) -> Cost:
     """Measure the cost of evaluating one image on the meta device; routed experts take every token K times."""
     with ExitStack() as stack:
         for layer in moe_layers(model).values():
-            stack.enter_context(layer.routed_by.dropping_nothing())
+            stack.enter_context(layer.router.dropping_nothing())
         return forward_cost(model.eval(), batch=1)
 
 

@@ -40,12 +40,12 @@ class Modulo(Router):
         return routing_to(expert_TK % self.num_experts, self.scale[expert_TK % self.num_experts], self.num_experts)
 
 
-class Plain(nn.Module):
-    """A module that is no Router, with weights that nothing can begin anew."""
+class Plain(Router):
+    """A router that overrides nothing, with weights that nothing can begin anew."""
 
     def __init__(self, dim, num_experts):
-        super().__init__()
-        self.linear, self.num_experts = nn.Linear(dim, num_experts), num_experts
+        super().__init__(num_experts)
+        self.linear = nn.Linear(dim, num_experts)
 
     def forward(self, x):
         weight_TK, expert_TK = self.linear(x.flatten(0, -2)).softmax(1).max(1, keepdim=True)
@@ -87,9 +87,13 @@ def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
     timm_moe.convert_to_moe(model, router=Plain, moe_layers="3", num_experts=3)
     assert type(model.blocks[3].mlp.router) is Plain
     assert model(images).isfinite().all()
-    assert model.blocks[3].mlp.routed_by.experts_of_row() == 1
     assert pickle.loads(pickle.dumps(model.blocks[3].mlp)).num_experts == 3
     assert isinstance(timm_moe.to_dense(model, "sum"), type(model))
+
+
+def test_a_module_that_is_no_router_is_refused(dense_vit):
+    with pytest.raises(TypeError, match=r"^A router is a subclass of timm_moe\.layers\.Router, and Linear is none\.$"):
+        timm_moe.convert_to_moe(dense_vit, router=nn.Linear, num_experts=3)
 
 
 def test_a_router_follows_the_network_in_place_and_type(dense_vit):

@@ -21,6 +21,7 @@ from timm_moe.layers import (
     MoeMlp,
     MultiHeadRouter,
     PartitionedRouter,
+    Router,
     RandomPartition,
     SharedExpertMlp,
     TilingRouter,
@@ -275,17 +276,23 @@ def test_a_dense_checkpoint_in_a_model_on_meta_leaves_routers_that_are_drawn(loa
             assert torch.equal(model.state_dict()[name], tensor), (options, name)
 
 
+class Undrawn(Router):
+    def __init__(self):
+        super().__init__(4)
+        self.linear = nn.Linear(5, 4)
+
+
 def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
     with torch.device("meta"):
-        layer = MoeMlp(Mlp(5, 6), nn.Sequential(nn.Linear(5, 4)), 4)
-    with pytest.raises(RuntimeError, match=r"^The router Sequential has parameters, but no reset_parameters\(\)"):
+        layer = MoeMlp(Mlp(5, 6), Undrawn(), 4)
+    with pytest.raises(RuntimeError, match=r"^The router Undrawn has parameters, but no reset_parameters\(\)"):
         layer.load_state_dict(Mlp(5, 6).state_dict(), assign=True)
     weights = {**Mlp(5, 6).to("meta").state_dict(), **layer.router.state_dict(prefix="router.")}
     assert layer.load_state_dict(weights, assign=True).missing_keys == []  # of a model without weights
     layer.to_empty(device="cpu").load_state_dict(Mlp(5, 6).state_dict())
-    assert layer.router[0].weight.isnan().all()
-    layer.load_state_dict(MoeMlp(Mlp(5, 6), nn.Sequential(nn.Linear(5, 4)), 4).state_dict())
-    assert layer.router[0].weight.isfinite().all()
+    assert layer.router.linear.weight.isnan().all()
+    layer.load_state_dict(MoeMlp(Mlp(5, 6), Undrawn(), 4).state_dict())
+    assert layer.router.linear.weight.isfinite().all()
 
 
 def test_another_number_of_experts_is_named():

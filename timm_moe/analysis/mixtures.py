@@ -108,7 +108,7 @@ def add_calls(
 ) -> None:
     """Add a batch's calls to the mixtures by name: of images, (B, 3, H, W), the ones with these indices are shown."""
     for call in calls:
-        if call.layer.routed_by.depends_on_input:
+        if call.layer.router.depends_on_input:
             continue
         if call.name not in mixtures:
             grid = patch_grid(model, call.x, images.shape[2:])

@@ -80,7 +80,7 @@ class RouterWatcher(ExitStack):
             replace(call, name=f"{name} (call {names[: index + 1].count(name)})") if names.count(name) > 1 else call
             for index, (name, call) in enumerate(zip(names, self._noted, strict=True))
         ]
-        self._calls = [call for call in calls if call.layer.routed_by.depends_on_input]
+        self._calls = [call for call in calls if call.layer.router.depends_on_input]
         self._noted = []
         self._counts = self._counts or [Rows() for _ in self._calls]
         for counts, call in zip(self._counts, self._calls, strict=True):
@@ -99,13 +99,13 @@ class RouterWatcher(ExitStack):
         image_I = known.nonzero()[:, 0] if numbers.ndim == 2 else None
         routes = []
         for call, counts in zip(self._calls, self._counts, strict=True):
-            top_k, degree = call.chosen_TK.shape[1], call.layer.routed_by.routing_degree()
+            top_k, degree = call.chosen_TK.shape[1], call.layer.router.routing_degree()
             routes.append(Routes(call.name, top_k, degree, counts.tensor()[known], labels, classes, image_I))
         return routes
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
         """Count the choices of images, (B, M, E), or patches, (B, P, M, E)."""
-        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), call.layer.routed_by.copies(), -1))
+        chosen_BMNK = call.chosen_TK.unflatten(0, (len(labels), call.layer.router.copies(), -1))
         if labels.ndim == 1:
             chosen = chosen_BMNK.flatten(2)
         else:
@@ -123,8 +123,8 @@ class RouterWatcher(ExitStack):
     def _note(self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any) -> None:
         kept_TK = routing.experts() if isinstance(routing, Routing) else torch.empty(0, 0, dtype=torch.long)
         chosen_TK = kept_TK
-        if layer.routed_by.depends_on_input and (kept_TK == layer.num_experts).any():
-            with layer.routed_by.dropping_nothing():
+        if layer.router.depends_on_input and (kept_TK == layer.num_experts).any():
+            with layer.router.dropping_nothing():
                 chosen_TK = router.forward(inputs[0]).experts()  # forward, so that this call is not noted too
         self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
 
@@ -253,7 +253,7 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
-    routed = {name: layer for name, layer in layers.items() if layer.routed_by.depends_on_input}
+    routed = {name: layer for name, layer in layers.items() if layer.router.depends_on_input}
     if not routed:
         raise ValueError(
             "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE, fused experts), "

@@ -133,7 +133,7 @@ def convert_to_moe(
         if share_rate is not None:
             layer.share_rate = share_rate
         check_share_rate(layer.share_rate, num_experts, parts=layer.parts)
-        if layer.routed_by.needs_whole_images and not has_images_first(model, path):
+        if layer.router.needs_whole_images and not has_images_first(model, path):
             raise ValueError(
                 f"This router needs the tokens of whole images, but the first dimension of the input of {path} is not "
                 "images: name other moe_layers, take another router or, in torch's encoder layers, batch_first=True."

@@ -19,6 +19,7 @@ from ..layers import (
     MultiHeadRouter,
     PartitionedRouter,
     RandomPartition,
+    Router,
     SharedExpertMlp,
     SoftMoeMlp,
     SoftRouter,
@@ -28,7 +29,7 @@ from ..layers import (
 from ..layers.checks import check_choice, check_flag, check_integer, check_number
 
 #: Maps the width D of the rows and the number of experts E to a router.
-MakeRouter = Callable[[int, int], nn.Module]
+MakeRouter = Callable[[int, int], Router]
 
 #: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their last blocks).
 CLASS_TOKEN_FIRST: tuple[type, ...] = (
@@ -38,7 +39,7 @@ CLASS_TOKEN_FIRST: tuple[type, ...] = (
 
 
 def routed_layer(
-    ffn: nn.Module, router: nn.Module, num_experts: int, *, shared_expert: bool, shared_init: str, **options: Any
+    ffn: nn.Module, router: Router, num_experts: int, *, shared_expert: bool, shared_init: str, **options: Any
 ) -> MoeMlp:
     """Build the expert layer of most routers, with or without a shared expert (see ``convert_to_moe``)."""
     check_flag("shared_expert", shared_expert)
@@ -58,9 +59,7 @@ class RouterSpec:
 
     Attributes:
         name: name under which it is registered.
-        factory: ``(dim, num_experts, **options)`` -> a module that maps x of shape (..., dim) to a
-            :class:`timm_moe.layers.Routing` of its rows. It may be a subclass of :class:`timm_moe.layers.Router` to
-            override that class's answers; any other module is taken to give them.
+        factory: ``(dim, num_experts, **options)`` -> a :class:`timm_moe.layers.Router` of rows of width ``dim``.
         options: options of the factory with their defaults: keywords of ``convert_to_moe`` and of train.py's
             ``--model-kwargs``.
         last_factory: the factory for the last expert layer, if it is another.
@@ -71,9 +70,9 @@ class RouterSpec:
     """
 
     name: str
-    factory: Callable[..., nn.Module]
+    factory: Callable[..., Router]
     options: Mapping[str, Any] = field(default_factory=dict)
-    last_factory: Callable[..., nn.Module] | None = None
+    last_factory: Callable[..., Router] | None = None
     layer: Callable[..., MoeMlp] = routed_layer
     layer_options: Mapping[str, Any] = field(default_factory=_LAYER_OPTIONS.copy)
     check: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
@@ -168,7 +167,7 @@ ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 ENSEMBLES = dict(pbe=EnsembleRouter, tiling=TilingRouter, partitioning=PartitionedRouter, multi_head=MultiHeadRouter)
 
 
-def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> nn.Module:
+def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> Router:
     unit, ensemble, size = (options.pop(name) for name in ("routing_unit", "ensemble", "ensemble_size"))
     aux_loss, weight, z_weight = (options.pop(name) for name in ("aux_loss", "aux_loss_weight", "z_loss_weight"))
     check_number("aux_loss_weight", weight, 0)

@@ -15,7 +15,7 @@ from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
 from .functional import in_plain_operators, kept_whole
 from .living import living, register
-from .recording_router import RecordingRouter, in_backward
+from .recording_router import in_backward
 from .router import Router
 from .routers import RandomPartition
 
@@ -54,7 +54,9 @@ class MoeMlp(Experts):
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
 
-    def __init__(self, ffn: nn.Module, router: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
+    def __init__(self, ffn: nn.Module, router: Router, num_experts: int, expert_init: str = "same", **options: Any):
+        if not isinstance(router, Router):
+            raise TypeError(f"A router is a subclass of timm_moe.layers.Router, and {type(router).__name__} is none.")
         super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
         register(self)
@@ -65,11 +67,6 @@ class MoeMlp(Experts):
     def __setstate__(self, state: dict[str, Any]) -> None:  # a deep copy or an unpickled layer
         super().__setstate__(state)
         register(self)
-
-    @property
-    def routed_by(self) -> Router:
-        """The router, or a plain :class:`Router` with its defaults for a module of another class."""
-        return self.router if isinstance(self.router, Router) else Router(self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
@@ -132,7 +129,7 @@ class MoeMlp(Experts):
 
     def padding_of(self, x: Tensor) -> Tensor | None:
         """Padding of x that would change what the router makes of other rows, or its losses and loads; or None."""
-        padding, router = self.padding, self.routed_by
+        padding, router = self.padding, self.router
         if padding is None or padding.shape != x.shape[:-1] or router.routing_unit == "image":
             return None
         if not self.training and getattr(router, "eval_capacity_factor", 0) is None:
@@ -145,8 +142,8 @@ class MoeMlp(Experts):
         return None if router.needs_whole_images else padding
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
-        if not isinstance(self.router, Router) and any(isinstance(m, RecordingRouter) for m in self.router.modules()):
-            raise ValueError(  # since the router's losses would be hidden from auxiliary_loss
+        if not isinstance(self.router, Router):  # its losses would be hidden from auxiliary_loss
+            raise ValueError(
                 f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
                 "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
             )

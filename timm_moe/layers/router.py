@@ -28,8 +28,8 @@ def with_noise(logits: Tensor, noise_std: float) -> Tensor:
 class Router(nn.Module):
     """Maps rows x of shape (..., D) to a :class:`Routing` over E experts; subclasses write ``forward``.
 
-    Any module that does so can route. One that is no subclass is treated by the answers of this class: one expert for
-    each row, rows that are routed one by one by their contents, no capacities.
+    The answers of this class are one expert for each row, rows that are routed one by one by their contents, and no
+    capacities.
 
     Attributes:
         routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed together.

@@ -61,8 +61,8 @@ class LayerObservation:
     def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
         """Take in a batch and the indices of its images that are shown."""
         kept_TK, first_T = call.kept_TK, call.chosen_TK[:, 0]
-        copies, gate = call.layer.routed_by.copies(), torch.ones(len(kept_TK))
-        probability = call.layer.routed_by.probabilities(call.x)
+        copies, gate = call.layer.router.copies(), torch.ones(len(kept_TK))
+        probability = call.layer.router.probabilities(call.x)
         if probability is not None:
             width = probability.shape[-1]  # the experts of a member
             gate = probability.gather(1, first_T[:, None] % width)[:, 0]
@@ -152,7 +152,7 @@ def observe(
     labels, predicted, pixels = Rows(), Rows(), []
     layers: dict[str, LayerObservation] = {}
     mixtures: dict[str, Mixture] = {}
-    routed = {path: layer for path, layer in moe_layers(model).items() if layer.routed_by.depends_on_input}
+    routed = {path: layer for path, layer in moe_layers(model).items() if layer.router.depends_on_input}
     first = 0
     with RouterWatcher({**routed, **mixing_layers(model)}) as watcher:
         for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):
@@ -161,7 +161,7 @@ def observe(
             calls = watcher.end_batch(label_B)
             add_calls(mixtures, calls, model, x, own)
             for call in calls:
-                if call.layer.routed_by.depends_on_input:
+                if call.layer.router.depends_on_input:
                     layer = layers.setdefault(call.name, _observation(call, model, pixels_B))
                     layer.add(call, pixels_B, label_B, own)
             for here, there in pairwise(layers.values()):
@@ -194,7 +194,7 @@ def observe(
 
 def _observation(call: RouterCall, model: nn.Module, images: Tensor) -> LayerObservation:
     """Begin an observation of a call in forwards of images (B, 3, H, W)."""
-    by_image = call.layer.routed_by.routing_unit == "image"
-    apart = len(call.x) != len(images) * call.layer.routed_by.copies()  # MobileViT's parts of patches
+    by_image = call.layer.router.routing_unit == "image"
+    apart = len(call.x) != len(images) * call.layer.router.copies()  # MobileViT's parts of patches
     grid = None if apart else patch_grid(model, call.x, images.shape[2:])
     return LayerObservation(by_image, grid, surest=[[] for _ in range(call.layer.num_experts)])

@@ -123,7 +123,7 @@ class FusedMlp(MoeMlp):
         return self._call(self._ffn, self._fused(), x)
 
 
-def _fusion(dim: int, num_experts: int, *, common_share: float) -> nn.Module:
+def _fusion(dim: int, num_experts: int, *, common_share: float) -> Fusion:
     return Fusion(num_experts, common_share)
 
 

@@ -65,7 +65,7 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
         shared = "one expert layer" if len(layers) == 1 else f"{len(layers)} expert layers"
         text += f" They share {shared}: these are the same."
     number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
-    if all(isinstance(layer.routed_by, RandomPartition) for layer in layers.values()):
+    if all(isinstance(layer.router, RandomPartition) for layer in layers.values()):
         text += (
             " No router chooses: in training each token gets a random expert, so none of them sees some classes more "
             "than others, and none can die."
@@ -74,7 +74,7 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
         text += " Nothing is routed: learned weights fuse the experts of a layer into one network."
     elif all(isinstance(layer, SoftMoeMlp) for layer in layers.values()):
         text += " Nothing is routed: each expert computes weighted means of all tokens of an image."
-    elif all(isinstance(layer.routed_by, ExpertChoiceRouter) for layer in layers.values()):
+    elif all(isinstance(layer.router, ExpertChoiceRouter) for layer in layers.values()):
         text += " Each expert chooses equally many tokens, so a token goes to none, one or several."
     elif info.routing_unit == "image":
         text += f" A router chooses {number} for each image; all of its tokens go there."
@@ -87,7 +87,7 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
 
 def _own_experts(model: nn.Module) -> str:
     """Name the experts of each member of an ensemble inside one model; empty if all members have all."""
-    routers = [layer.routed_by for layer in moe_layers(model).values() if isinstance(layer.routed_by, EnsembleRouter)]
+    routers = [layer.router for layer in moe_layers(model).values() if isinstance(layer.router, EnsembleRouter)]
     if not routers:
         return ""
     members, each = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
