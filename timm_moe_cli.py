@@ -184,7 +184,7 @@ _COMMANDS = {
     "export": ("write the dense model of a checkpoint for plain timm", _export),
     "push": ("publish the dense model of a checkpoint, or the expert model, on the Hub", _push),
     "list": ("list the registered models by family", _list),
-    "info": ("show the size, cost and expert layers of a model beside its paper's", _info),
+    "info": ("show the size, cost and expert layers of a model", _info),
     "evaluate": ("accuracy, calibration and diversity of a classifier or ensemble", _evaluate),
     "fewshot": ("how few images of new classes a model's features need (pBE)", _fewshot),
     "benefits": ("the share of what experts bring that a dense student keeps (OneS)", _benefits),

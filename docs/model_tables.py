@@ -92,7 +92,6 @@ _PAPERS = """\
 
 What the papers print about the size and cost of the models, and what the models of this package have.
 `python docs/model_tables.py papers` writes this page: it builds every model without its weights and measures it.
-`timm-moe info MODEL` shows the rows of one model.
 
 ## The models as registered
 

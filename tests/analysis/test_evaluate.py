@@ -431,3 +431,12 @@ def test_experts_are_put_back_into_their_mode():
     with in_eval_mode([layer]):
         assert torch.equal(layer(x := torch.randn(4, 8)), layer(x))
     assert not torch.equal(layer(x), layer(x))
+
+
+def test_a_layer_that_blocks_share_is_put_back_into_its_mode():
+    model = timm.create_model("widenet_b", num_experts=2, **SMALL_VIT).train()
+    model.blocks[0].mlp.eval()
+    modes = [module.training for module in model.modules()]
+    with in_eval_mode([model]):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from timm_moe.analysis import metrics
-from timm_moe.analysis.evaluation import separation
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_probabilities_that_rounding_brings_above_one():
     calibration.update(torch.tensor([[0.9, 0.1], [1.0000001, 0.0], [0.9, 0.1], [1.0, 0.0]]), labels)
     assert calibration.compute() == pytest.approx(0.05, abs=1e-6)
     close_scores = torch.tensor([1.0000001, 0.9999999]), torch.tensor([0.9999998, 0.2])  # equal as logits
-    assert separation(*close_scores) == {"auroc": 1, "fpr_at_95": 0}
+    assert metrics.separation(*close_scores) == {"auroc": 1, "fpr_at_95": 0}
 
 
 def slow_calibration_error(confidence, correct, bins=15):
@@ -96,7 +95,7 @@ def test_members_that_disagree_though_together_they_make_no_error():
 
 def test_out_of_distribution(case):
     arrays = case[0]
-    found = separation(arrays["ood_conf_in"], arrays["ood_conf_out"])
+    found = metrics.separation(arrays["ood_conf_in"], arrays["ood_conf_out"])
     for name, key in (("auroc", "auroc"), ("fpr_at_95", "fpr95_in_positive")):
         assert found[name] == pytest.approx(arrays[key].item(), rel=1e-6)
 
@@ -105,7 +104,7 @@ def test_out_of_distribution(case):
 def test_out_of_distribution_by_pairs(scores):
     """Compare each image with each of the other data; equal scores count half."""
     scores_in, scores_out = [1, *(s for s, is_in in scores if is_in)], [7, *(s for s, is_in in scores if not is_in)]
-    found = separation(torch.tensor(scores_in) / 8, torch.tensor(scores_out) / 8)
+    found = metrics.separation(torch.tensor(scores_in) / 8, torch.tensor(scores_out) / 8)
     pairs = [1.0 if high > low else 0.5 * (high == low) for high in scores_in for low in scores_out]
     assert found["auroc"] == pytest.approx(np.mean(pairs), abs=1e-6)
     reached = sorted(scores_in)[len(scores_in) // 20]  # by 95 % of them

@@ -217,10 +217,13 @@ def test_no_nan_in_json(tmp_path):
 
 
 @pytest.mark.parametrize("stated", [dict(img_size=32), dict(input_size=[3, 32, 32])])
-@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe"])
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "swin_tiny_patch4_window7_224_ewa_moe"])
 def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, stated):
-    """Newer train.py gives a model of a fixed size --img-size by timm's own function."""
+    """Newer train.py gives a model of a fixed size --img-size by timm's own function; a Swin's weights do not tell."""
     options = {name: value for name, value in OPTIONS.items() if name != "img_size"}
+    if "swin" in model:
+        options = dict(SMALL["swin_tiny_patch4_window7_224"])
+        options.pop("img_size", None)
     created = timm.create_model(**resolve_model_input_args(model, stated, num_classes=5, **options))
     file = save_as_train_py(tmp_path / "a.pth", created, model, model_kwargs=options, **stated)
     loaded = load_source(file)
@@ -228,11 +231,26 @@ def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, state
     assert loaded.pretrained_cfg["input_size"] == (3, 32, 32)
 
 
-@pytest.mark.parametrize(("size", "message"), [(10**6, "too much for weights"), ("32", "damaged|cannot be created")])
-def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, size, message):
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (dict(img_size=10**7), "size mismatch for pos_embed"),
+        (dict(img_size={32: 0, 33: 0}), "a file may state only numbers"),
+        (dict(img_size="w" * 1000), "a file may state only numbers"),
+        (dict(input_size={0: 3}), "arguments in .* are damaged"),
+        (dict(img_size=96, num_classes=7), "size mismatch for (pos_embed|head)"),
+    ],
+)
+def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, stated, message):
     options = {name: value for name, value in OPTIONS.items() if name != "img_size"}
-    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, model_kwargs=options, img_size=size)
+    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, model_kwargs=options, **stated)
     with pytest.raises(ValueError, match=message):
+        load_source(file)
+
+
+def test_an_image_size_of_training_alone(ewa_vit, tmp_path):
+    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, "vit_tiny_ewa_moe", img_size=96)
+    with pytest.raises(ValueError, match="takes none of 96x96"):
         load_source(file)
 
 

@@ -92,7 +92,7 @@ def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
 
 
 def test_a_module_that_is_no_router_is_refused(dense_vit):
-    with pytest.raises(TypeError, match=r"^A router is a subclass of timm_moe\.layers\.Router, and Linear is none\.$"):
+    with pytest.raises(TypeError, match=r"^A router is a subclass of timm_moe\.layers\.Router, and Linear is not\.$"):
         timm_moe.convert_to_moe(dense_vit, router=nn.Linear, num_experts=3)
 
 

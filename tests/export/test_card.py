@@ -142,6 +142,23 @@ def test_results_of_other_weights_are_left_out(checkpoint, tmp_path, change):
     assert "## Results" not in push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
 
 
+@pytest.mark.parametrize("task", ["classification", "multilabel"])
+def test_results_of_newer_train_py(checkpoints, tmp_path, task):
+    """It does not state the metric that is its task's own."""
+    content = torch.load(checkpoints["vit_tiny_ewa_moe"], weights_only=False)
+    content["args"].eval_metric, content["args"].task, content["args"].loss = None, task, "asl"
+    torch.save(content, tmp_path / "last.pth.tar")
+    column = {"classification": "top1", "multilabel": "map"}[task]
+    (tmp_path / "summary.csv").write_text(f"epoch,train_loss,eval_loss,eval_{column}\n0,4,3,33\n1,3,2,51.25\n")
+    pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True)
+    name = {"top1": "top-1 accuracy (%)", "map": "mean average precision (%)"}[column]
+    assert f"| {name} | 51.25 |" in pushed.card
+    assert ("`asl`" in pushed.card, f"`{task}`" in pushed.card) == (True, True)
+    folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit").path
+    is_multilabel = json.loads((folder / "config.json").read_text()).get("problem_type") == "multi_label_classification"
+    assert is_multilabel == (task == "multilabel")
+
+
 def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=False)
     content["args"].pretrained = True

@@ -17,7 +17,7 @@ from common import SMALL_VIT
 from hub_client import READ_TOKEN, TOKEN, client_environment, front_matter, output_of
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import timm_moe
 from timm_moe.export import push as hub_module
@@ -206,6 +206,15 @@ def test_a_folder_that_transformers_could_not_open_is_mended(checkpoint, hub, se
     hub.push(folder, "user/vit")
     assert json.loads(server.files("user/vit")["config.json"]) == config
     assert json.loads((folder / "config.json").read_text()) == twice
+
+
+def test_a_history_of_other_weights_stays_here(checkpoint, hub, server, tmp_path):
+    folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "head.bias": weights["head.bias"] + 1}, folder / "model.safetensors")
+    hub.push(folder, "user/vit")
+    config = json.loads((folder / "config.json").read_text())
+    assert json.loads(server.files("user/vit")["config.json"]) == {k: v for k, v in config.items() if k != "timm_moe"}
 
 
 def test_names_of_classes_are_published(checkpoint, hub, server, tmp_path):

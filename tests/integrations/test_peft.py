@@ -213,7 +213,7 @@ def test_averaging_goes_on_after_the_merge():
 def test_wrapped_routers_are_refused(options):
     """Their losses would be left out."""
     model = adapt(create("vit_tiny_moe"), **options)
-    with pytest.raises(ValueError, match=r"router of blocks\.1\.mlp is wrapped by a \w+.*leave routers unwrapped"):
+    with pytest.raises(ValueError, match=r"router of blocks\.1\.mlp is a \w+, no Router: leave routers unwrapped"):
         model(images_for("vit_tiny_moe"))
 
 

@@ -54,6 +54,7 @@ def test_narrow_weights_are_refused(ewa_vit, dtype):
     with pytest.raises(ValueError, match="are averaged in float32 at least"):
         timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, total_updates=3)
     assert moved(ewa_vit, before) == set()
+    assert timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, share_rate=0.0, total_updates=3).share_rate == 0
 
 
 def test_schedules():

@@ -17,17 +17,18 @@ import timm_moe
 from timm_moe.training.epoch_log import FILE, read_epochs, relative_distance_to_mean
 
 
-def run(name, folder, epochs, first=0):
+def run(name, folder, epochs, first=0, sched="cosine", lr=0.01):
     """As train.py does, with a batch for an epoch."""
     model = timm.create_model(name, **SMALL_VIT, num_experts=4)
-    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01)
-    scheduler, _ = create_scheduler_v2(optimizer, num_epochs=4, updates_per_epoch=1)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=lr)
+    scheduler, _ = create_scheduler_v2(optimizer, sched=sched, num_epochs=4, updates_per_epoch=1)
     task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), verbose=False)
     for epoch in range(first, epochs):
         task(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3]))["loss"].backward()
         optimizer.step()
         update_summary(epoch, {"loss": 1.0}, {"top1": 1.0}, filename=str(folder / "summary.csv"))
-        scheduler.step(epoch + 1)
+        if scheduler is not None:
+            scheduler.step(epoch + 1)
     return model
 
 
@@ -43,6 +44,14 @@ def test_each_epoch_tells_of_the_routers(tmp_path):
             assert layer["losses"]["balance"] > 0.5
             assert 1 < layer["spread"] < 2  # independent experts: the root of 3
     assert epochs[0]["layers"] != epochs[1]["layers"]
+
+
+def test_without_a_scheduler_an_epoch_is_one_too(tmp_path):
+    for sched in ("cosine", "none"):
+        torch.manual_seed(0)
+        (tmp_path / sched).mkdir()
+        run("vit_tiny_moe", tmp_path / sched, 3, sched=sched, lr=0.0)
+    assert read_epochs(tmp_path / "cosine") == read_epochs(tmp_path / "none")
 
 
 def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path):

@@ -74,6 +74,8 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         model, name = load_source(source, spec, use_ema), describe_source(source)
+        if getattr(model, "args_of_images", {}).get("task") == "multilabel":
+            raise ValueError(f"{name} was trained with several labels for an image; only one can be measured here.")
         known = _classes_of(model, name, images.reader.root, by_folder)
         if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
             _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
@@ -129,7 +131,9 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes.items():
-            module.train(mode)  # parents come first, so each ends in its own
+            module.train(mode)  # experts hide their network from modules()
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def describe_source(source: Source) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
-from torchmetrics.functional.classification import binary_auroc, binary_roc
 
 from ..checkpoints.source import ModelSpec
 from . import metrics
@@ -130,19 +129,10 @@ class Figures:
         found = {**self._of_ensemble, **(self._of_member | self._of_pairs if self.members > 1 else {})}
         if self.ood_confidence:
             values |= {"ood_images": len(self.ood_confidence)}
-            values |= separation(self.confidence.tensor(), self.ood_confidence.tensor())
+            values |= metrics.separation(self.confidence.tensor(), self.ood_confidence.tensor())
         values |= {name: metric.compute().item() for name, metric in found.items()}
         values["accuracy"] = 1 - values["error"]
         return {name: values[name] for name in LABELS if name in values}
-
-
-def separation(confidence: Tensor, ood_confidence: Tensor) -> dict[str, float]:
-    """AUROC and FPR at 95 % TPR of probabilities (N,) and (K,), the first of which should be the larger ones."""
-    scores = torch.cat([confidence, ood_confidence]).clamp(max=1)  # torchmetrics takes more, by rounding, for logits
-    is_in = (torch.arange(len(scores)) < len(confidence)).int()
-    false_positives, true_positives, _ = binary_roc(scores, is_in)
-    rate = false_positives[true_positives >= 0.95][0]
-    return {"auroc": binary_auroc(scores, is_in).item(), "fpr_at_95": rate.item()}
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from ..layers.ensemble import ensemble_log_probabilities
 
 try:
     from torchmetrics import Metric
+    from torchmetrics.functional.classification import binary_auroc, binary_roc
 except ModuleNotFoundError as error:
     raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
 
@@ -187,3 +188,12 @@ class NormalizedDisagreement(Disagreement):
     def compute(self) -> Tensor:
         disagreement, error = self.means()
         return torch.where(disagreement == 0, disagreement, disagreement / error)
+
+
+def separation(confidence: Tensor, ood_confidence: Tensor) -> dict[str, float]:
+    """AUROC and FPR at 95 % TPR of probabilities (N,) and (K,), the first of which should be the larger ones."""
+    scores = torch.cat([confidence, ood_confidence]).clamp(max=1)  # torchmetrics takes more, by rounding, for logits
+    is_in = (torch.arange(len(scores)) < len(confidence)).int()
+    false_positives, true_positives, _ = binary_roc(scores, is_in)
+    rate = false_positives[true_positives >= 0.95][0]
+    return {"auroc": binary_auroc(scores, is_in).item(), "fpr_at_95": rate.item()}

@@ -150,37 +150,20 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
             **(train_args.get("model_kwargs") or {}),
         }
         stated = {name: value for name, value in used.items() if name not in spec.args()}
+        image = train_args.get("img_size") or (input_size and list(input_size[1:]))
     name = spec.name or _stated_name(train_args, path)
     blueprint = _blueprint(name, spec)
     check_arguments(blueprint.architecture, stated, path)
-    args = {**stated, **spec.args()}
-
-    def create_sketch() -> nn.Module:
-        try:
-            return _sketch(blueprint, args, state_dict, path if stated else None)
-        except Exception as error:  # arguments may end in anything
-            raise _not_created(name, error) from error
-
-    sketch = create_sketch()
-    state_dict = _unwrapped(state_dict, sketch, path)
-    sizes = {name: tensor.to("meta") for name, tensor in state_dict.items()}
-    try:
-        try:
-            sketch.load_state_dict(sizes)
-        except RuntimeError:
-            image = train_args.get("img_size") or (input_size or ())[1:]
-            if not image or "img_size" in args or "img_size" not in architecture_arguments(blueprint.architecture):
-                raise
-            # Newer train.py creates models of a fixed size for its images.
-            args["img_size"] = stated["img_size"] = image
-            sketch = create_sketch()
-            sketch.load_state_dict(sizes)
-        # A dense checkpoint has no routers: they stay as drawn.
-        with quick_init() if sketch.state_dict().keys() <= state_dict.keys() else nullcontext():
-            model = _create(blueprint, args)
-        model.load_state_dict(state_dict)
-    except RuntimeError as error:
-        raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(error)}") from error
+    attempts = [{**stated, **spec.args()}]
+    if image and "img_size" not in attempts[0] and "img_size" in architecture_arguments(blueprint.architecture):
+        check_arguments(blueprint.architecture, {"img_size": image}, path)
+        # Newer train.py creates models of a fixed size for their images.
+        attempts.insert(0, {**attempts[0], "img_size": image})
+    origin = path if stated or len(attempts) > 1 else None
+    args, state_dict, missing = _first_fitting(name, blueprint, attempts, state_dict, path, origin)
+    with nullcontext() if missing else quick_init():  # a dense checkpoint has no routers: they stay as drawn
+        model = _create(blueprint, args)
+    model.load_state_dict(state_dict)
     _warn_of_untrained_routers(model, state_dict, path, name)
     is_guess = not train_args and blueprint == Blueprint(name) and "." not in name
     origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
@@ -192,6 +175,43 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     cfg = get_pretrained_cfg(model)
     set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
     return model
+
+
+def _first_fitting(
+    name: str,
+    blueprint: Blueprint,
+    attempts: list[dict[str, Any]],
+    state_dict: dict[str, Tensor],
+    path: Path,
+    origin: Path | None,
+) -> tuple[dict[str, Any], dict[str, Tensor], set[str]]:
+    """Find the first arguments that make a model for the weights in a file.
+
+    Args:
+        origin: as for :func:`_sketch`.
+
+    Returns:
+        The arguments, the weights by the model's names, and the names of those that are missing.
+
+    Raises:
+        ValueError: if no arguments do; it tells of the attempt with the fewest problems.
+    """
+    problems: list[tuple[int, ValueError, Exception]] = []
+    for args in attempts:
+        try:
+            sketch = _sketch(blueprint, args, state_dict, origin)
+        except Exception as error:  # arguments may end in anything
+            problems.append((1000, _not_created(name, error), error))
+            continue
+        taken = _unwrapped(state_dict, sketch, path)
+        try:
+            sketch.load_state_dict({name: tensor.to("meta") for name, tensor in taken.items()})
+            return args, taken, sketch.state_dict().keys() - taken.keys()
+        except RuntimeError as error:
+            text = f"The weights in {path} do not fit {name}: {first_problem(error)}"
+            problems.append((str(error).count("\n"), ValueError(text), error))
+    _, problem, cause = min(problems, key=lambda found: found[0])
+    raise problem from cause
 
 
 @contextmanager
@@ -344,7 +364,7 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
     """Keep on the model what train.py was told of its images and timm's config has no place for."""
-    stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map")}
+    stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map", "task")}
     kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
     model.args_of_images = kept  # type: ignore[assignment]
     mode = kept.get("input_img_mode")

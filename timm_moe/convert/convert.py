@@ -50,7 +50,7 @@ def convert_to_moe(
             ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts compute mixtures of an
             image's tokens (Soft MoE); ``"fused"``, where learned weights merge the experts into one network before each
             forward (ExFusion); the name of a router registered by :func:`timm_moe.register_router`; a
-            :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts) -> nn.Module``.
+            :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts)`` -> :class:`timm_moe.layers.Router`.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
             ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch), ``"drop"``
             copies them and draws half of the hidden units of each expert again (Drop-Upcycling).
@@ -110,7 +110,7 @@ def convert_to_moe(
         ValueError: if an option or its value does not suit the router, or the router the input of a network, the model
             has no block that can be converted or is wrapped (DDP, torch.compile, ...: convert first), or a network that
             ``modules`` names cannot be (it mixes rows, holds buffers, is used twice, ...); the model is then unchanged.
-        TypeError: if no router has an option of that name.
+        TypeError: if no router has an option of that name, or what routes is no ``Router``.
     """
     spec = get_spec(router)
     check_integer("num_experts", num_experts, 1)

@@ -183,6 +183,8 @@ def _load(source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinit
         return _foreign_layout(model, settings, history)
     has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
     labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
+    if getattr(model, "args_of_images", {}).get("task") == "multilabel":
+        labels["problem_type"] = "multi_label_classification"  # for transformers
     loader = "timm with timm_moe" if method is None else "Stock timm"
     return TimmFormat(model, {**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
 

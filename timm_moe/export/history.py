@@ -26,7 +26,7 @@ ENTRY = "timm_moe"
 _TRAINING_OPTIONS = (
     *("pretrained", "epochs", "batch_size", "grad_accum_steps", "world_size", "opt", "lr", "weight_decay", "clip_grad"),
     *("layer_decay", "sched", "warmup_epochs", "min_lr", "smoothing", "mixup", "cutmix", "aa", "reprob", "drop"),
-    *("drop_path", "bce_loss", "jsd_loss", "amp", "model_ema", "kd_model_name", "seed"),
+    *("drop_path", "task", "loss", "bce_loss", "jsd_loss", "amp", "model_ema", "kd_model_name", "seed"),
 )
 #: Options that mean nothing unless another one is set.
 _DEPENDENT_OPTIONS = {
@@ -41,6 +41,10 @@ METRICS = {
     "top1": ("top-1 accuracy (%)", "accuracy"),
     "top5": ("top-5 accuracy (%)", "top_5_accuracy"),
     "loss": ("loss", "loss"),
+    "map": ("mean average precision (%)", "mean_average_precision"),
+    "micro_f1": ("micro F1 (%)", "f1"),
+    "macro_f1": ("macro F1 (%)", "f1"),
+    "sample_f1": ("sample F1 (%)", "f1"),
 }
 #: ``user/name``, or a name without an owner.
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -149,8 +153,9 @@ def recorded_history(folder: Path) -> History:
     """
     record = json.loads(read_text(folder / "config.json")).get(ENTRY)
     try:
-        if record is None or record.pop("weights", None) != digest(folder):
+        if record is None or not is_of_weights(record, folder):
             return History(public(folder.absolute()))
+        del record["weights"]
         experts = record.get("experts")
         return History(**{**record, "experts": None if experts is None else Experts(**experts)})
     except (AttributeError, TypeError, ValueError) as error:
@@ -159,8 +164,13 @@ def recorded_history(folder: Path) -> History:
         ) from error
 
 
+def is_of_weights(record: Any, folder: Path) -> bool:
+    """Tell if an entry of config.json was written with the weights in the folder."""
+    return record.get("weights") == digest(folder)
+
+
 def digest(folder: Path) -> str | None:
-    """Return the SHA-256 of the weights in a folder; None if they have another name, as no exported ones have."""
+    """Return the SHA-256 of the weights in a folder; None if there is no model.safetensors."""
     file, found = folder / "model.safetensors", hashlib.sha256()
     if not file.is_file():
         return None
@@ -176,7 +186,9 @@ def _history_of_run(
     name, epoch = str(args["model"]), checkpoint.get("epoch")
     epoch = epoch if type(epoch) is int and is_single(epoch) else None
     folder = name if name.startswith(SOURCE_PREFIXES) else None
-    replaced = args.get("initial_checkpoint") or args.get("pretrained_path")
+    overlay = args.get("pretrained_cfg_overlay")
+    others = [overlay.get(name) for name in ("file", "url", "hf_hub_id")] if isinstance(overlay, dict) else []
+    replaced = next(filter(None, (args.get("initial_checkpoint"), args.get("pretrained_path"), *others)), None)
     base = get_pretrained_cfg(model).get("hf_hub_id")
     if not args.get("pretrained") or replaced or not HUB_NAME.fullmatch(base or ""):
         base = None
@@ -191,7 +203,8 @@ def _history_of_run(
         "dataset": dataset,
         **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
     }
-    metrics = _summary(path, args.get("eval_metric"), epoch, checkpoint.get("metric"))
+    measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
+    metrics = _summary(path, measured, epoch, checkpoint.get("metric"))
     measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
     return History(
         file=public(path),

@@ -40,7 +40,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(ModelOptions):
-    """A repository on the Hub, how to commit to it, and statements for the model card, where ``license`` is one too.
+    """A repository on the Hub, how to commit to it, and statements for the model card; its ``license`` goes there too.
 
     Attributes:
         repo_id: ``user/name``.

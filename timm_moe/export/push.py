@@ -27,7 +27,7 @@ from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import ADAPTERS, export_dense, export_moe, require_finite_weights, stated_labels
 from .formats import drop_second_num_classes, load_checked
-from .history import recorded_history
+from .history import ENTRY, is_of_weights, recorded_history
 from .options import PushOptions
 from .outputs import inputs_for, source_outputs
 
@@ -231,6 +231,8 @@ def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfAp
     text = file.read_text(encoding="utf-8")
     config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
     drop_second_num_classes(config)
+    if ENTRY in config and not is_of_weights(config[ENTRY], copy):
+        del config[ENTRY]  # of other weights
     if settings.license is not None:
         config.get("pretrained_cfg", config)["license"] = settings.license
     if config != json.loads(text):

@@ -183,6 +183,7 @@ def _update_summary(*args: Any, **kwargs: Any) -> None:
     arguments = inspect.signature(update_summary).bind(*args, **kwargs).arguments
     for optimizer in living(Optimizer)[-1:]:  # of the run that began last
         epoch_log.write_epoch(Path(arguments["filename"]).parent, arguments["epoch"], optimizer)
+        router_losses.log_epoch(optimizer)  # with --sched none no scheduler ends the epoch
 
 
 # --- training tasks

@@ -56,7 +56,7 @@ class MoeMlp(Experts):
 
     def __init__(self, ffn: nn.Module, router: Router, num_experts: int, expert_init: str = "same", **options: Any):
         if not isinstance(router, Router):
-            raise TypeError(f"A router is a subclass of timm_moe.layers.Router, and {type(router).__name__} is none.")
+            raise TypeError(f"A router is a subclass of timm_moe.layers.Router, and {type(router).__name__} is not.")
         super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
         register(self)
@@ -142,10 +142,10 @@ class MoeMlp(Experts):
         return None if router.needs_whole_images else padding
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
-        if not isinstance(self.router, Router):  # its losses would be hidden from auxiliary_loss
+        if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
             raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is wrapped by a {type(self.router).__name__}, which "
-                "would leave out its losses: leave routers unwrapped, in PEFT out of the targets and modules_to_save."
+                f"The router of {self.path or 'an expert layer'} is a {type(self.router).__name__}, no Router: leave "
+                "routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
         self._count_forward()
         routing = self.router(x) if routing is None else routing
@@ -178,7 +178,7 @@ class MoeMlp(Experts):
                     layer.forwards_since_step = MOST_FORWARDS
             warnings.warn(
                 f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch optimizer that holds their "
-                "parameters took a step. If another optimizer trains them, such as one of float32 copies, "
+                "parameters took a step. If another optimizer trains them, such as one of copies, "
                 f"{', and '.join(remedies)}; if none does, call eval() on the model.",
                 stacklevel=3,
             )

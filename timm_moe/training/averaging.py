@@ -182,7 +182,8 @@ class ExpertWeightAveraging:
         self._due: list[tuple[float, Tensor]] = []  # at the end of that step
         layers = layers_of_trained_experts(optimizer, self.layers())
         for layer in layers or self.layers():
-            _averageable(layer)  # raises
+            if callable(schedule) or self._stated(layer)[0]:
+                _averageable(layer)  # raises
         if not layers:
             require_parameters(optimizer, model)
             raise ValueError(f"The optimizer trains no expert layer of this {type(model).__name__}.")
@@ -266,7 +267,7 @@ class ExpertWeightAveraging:
         rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
         due: dict[int, tuple[float, Tensor]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            for stacked in _averageable(layer):
+            for stacked in _averageable(layer) if rate else ():
                 if id(stacked) in trained and stacked.requires_grad:
                     due.setdefault(id(stacked), (rate, stacked))
         return list(due.values())

@@ -36,9 +36,9 @@ def require_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise ValueError if an optimizer holds no parameter of the model."""
     if parameter_ids(optimizer).isdisjoint(map(id, model.parameters())):
         raise ValueError(
-            f"The optimizer holds no parameter of this {type(model).__name__}. If it holds copies of them, as float32 "
-            "ones, they would undo the averaging: call timm_moe.average_experts_(model, rate) after each step and copy "
-            "the averaged weights back into them."
+            f"The optimizer holds no parameter of this {type(model).__name__}. If it holds copies of them, they would "
+            "undo the averaging: call timm_moe.average_experts_(model, rate) after each step and copy the averaged "
+            "weights back into them."
         )
 
 
