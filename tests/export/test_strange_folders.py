@@ -162,7 +162,7 @@ def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push)
 
     load = hub_module.load_source
     monkeypatch.setattr(hub_module, "load_source", load_and_replace)
-    monkeypatch.setattr(hub_module, "_log_in", lambda: object())
+    monkeypatch.setattr(hub_module, "_log_in", lambda settings: object())
     monkeypatch.setattr(hub_module, "_commit", commit)
     pushed = PUSHES[push](stranger, "user/vit")
     assert uploaded == before
