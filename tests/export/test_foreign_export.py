@@ -144,9 +144,8 @@ def test_options_of_a_model_of_transformers(transformers, tmp_path):
     assert load_file(tmp_path / "vit/model.safetensors")["classifier.weight"].dtype == torch.bfloat16
     assert loaded.config.timm_moe["method"] == "svd"
     assert loaded.config.license == "mit"
-    # Further training does not make it another model's child.
-    export_dense(loaded, tmp_path / "vit", overwrite=True)
-    assert json.loads((tmp_path / "vit/config.json").read_text())["timm_moe"]["method"] == "svd"
+    export_dense(loaded, tmp_path / "vit", overwrite=True)  # perhaps trained further
+    assert json.loads((tmp_path / "vit/config.json").read_text())["timm_moe"].keys() == {"weights"}
 
 
 def test_a_dense_model_of_transformers_is_written_as_it_is(transformers, tmp_path):
