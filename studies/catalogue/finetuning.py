@@ -59,8 +59,7 @@ FINDINGS = (
         compare(("EWA, linear",), UNCLEAR, ("experts never averaged, their mean",)),
     ),
     Finding(
-        "A quarter of the learning rate in the converted networks gains 0.12 points (0.01 to 0.23); of so many "
-        "comparisons a few look like this by chance.",
+        "A quarter of the learning rate in the converted networks gains 0.12 points (0.01 to 0.23).",
         compare(("dense, learning rate / 4 in the converted networks",), BETTER, ("dense",)),
     ),
 )

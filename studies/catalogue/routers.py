@@ -52,8 +52,8 @@ FINDINGS = (
         (*compare(EQUAL, UNCLEAR, ("dense",)), *compare(BELOW, WORSE, ("dense",))),
     ),
     Finding(
-        "The source ranks Soft MoE above Expert Choice, and that above token choice. Here it is 1.93 points better "
-        "than Expert Choice and 1.63 better than top-1; Expert Choice shows no clear difference from top-1.",
+        "Soft MoE is 1.93 points better than Expert Choice, as in the source, and 1.63 better than top-1. Between "
+        "these two there is no clear difference.",
         (
             *compare(("Soft MoE of 8",), BETTER, ("Expert Choice of 8", "top-1 of 8")),
             *compare(("Expert Choice of 8",), UNCLEAR, ("top-1 of 8",)),
