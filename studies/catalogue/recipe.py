@@ -84,7 +84,7 @@ FINDINGS = (
     Finding(
         "The claim before the runs, that differences shrink as the recipe gets stronger, holds for V-MoE and for EWA's "
         "NLL. V-MoE is 2.08 points worse under the weak recipe, 1.99 under the medium one, and without a clear "
-        "difference under the strong one: 1.73 less (0.44 to 3.02). EWA's NLL is 0.1374 and 0.0774 better, and without "
+        "difference under the strong one: 1.67 less (0.78 to 2.56). EWA's NLL is 0.1374 and 0.0774 better, and without "
         "a clear difference under the strong recipe: 0.1306 less (0.0092 to 0.2521).",
         (
             *to_dense("V-MoE, top-2", WORSE, "weak", "medium"),

@@ -79,7 +79,7 @@ SAID = {
         "| EWA | +0.04 (-0.65 to +0.73) | +0.23 (-0.91 to +1.37) | +0.32 (-0.42 to +1.07) |": to_dense(
             "EWA, linear", UNCLEAR, *RECIPES
         ),
-        "| V-MoE, top-2 | -2.08 (-3.00 to -1.15) | -1.99 (-2.78 to -1.19) | -0.24 (-0.55 to +0.06) |": (
+        "| V-MoE, top-2 | -2.08 (-3.00 to -1.15) | -1.99 (-2.78 to -1.19) | -0.40 (-0.89 to +0.08) |": (
             *to_dense("V-MoE, top-2", WORSE, "weak", "medium"),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
         ),
