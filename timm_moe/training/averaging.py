@@ -267,7 +267,8 @@ class ExpertWeightAveraging:
         rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
         due: dict[int, tuple[float, Tensor]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            for stacked in _averageable(layer) if rate else ():
+            # At rate 0 anything goes, and what another layer shares stays as it is, too.
+            for stacked in _averageable(layer) if rate else dict(layer.named_expert_parameters()).values():
                 if id(stacked) in trained and stacked.requires_grad:
                     due.setdefault(id(stacked), (rate, stacked))
         return list(due.values())
