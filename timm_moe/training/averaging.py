@@ -267,7 +267,7 @@ class ExpertWeightAveraging:
         rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
         due: dict[int, tuple[float, Tensor]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            # At rate 0 anything goes, and what another layer shares stays as it is, too.
+            # At rate 0 nothing is checked. A parameter that layers share has the rate of the first.
             for stacked in _averageable(layer) if rate else dict(layer.named_expert_parameters()).values():
                 if id(stacked) in trained and stacked.requires_grad:
                     due.setdefault(id(stacked), (rate, stacked))
