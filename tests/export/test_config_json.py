@@ -137,6 +137,8 @@ def test_a_damaged_history(ewa_vit, tmp_path):
         refused = "it holds NaN" if "NaN" in json.dumps(entry) else r"The entry timm_moe in .*config.json is damaged"
         with pytest.raises(ValueError, match=refused):
             timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
+        with pytest.raises(ValueError, match=refused):
+            card_of(tmp_path / "vit")
     assert not (tmp_path / "again").exists()
 
 

@@ -136,7 +136,7 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
         return History()
     folder, path = folder_of(source), Path(source)
     if folder is not None:
-        return recorded_history(folder)
+        return recorded_history(folder) or History(public(folder.absolute()))
     if str(source).startswith("hf-hub:") or path.suffix == ".safetensors":  # it holds nothing but weights
         return History(public(source))
     checkpoint = read_checkpoint(path)
@@ -146,27 +146,18 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
     return _history_of_run(path, args, checkpoint, model, use_ema)
 
 
-def recorded_history(folder: Path) -> History:
-    """Read the history in a folder's config.json, if it is that of the weights there, or else the folder's name.
-
-    It is a ValueError if it is damaged.
-    """
+def recorded_history(folder: Path) -> History | None:
+    """Read the history in a folder's config.json, if it is that of the weights there; ValueError if it is damaged."""
     record = json.loads(read_text(folder / "config.json")).get(ENTRY)
     try:
-        if record is None or not is_of_weights(record, folder):
-            return History(public(folder.absolute()))
-        del record["weights"]
+        if record is None or record.pop("weights", None) != digest(folder):
+            return None
         experts = record.get("experts")
         return History(**{**record, "experts": None if experts is None else Experts(**experts)})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out."
         ) from error
-
-
-def is_of_weights(record: Any, folder: Path) -> bool:
-    """Tell if an entry of config.json was written with the weights in the folder."""
-    return record.get("weights") == digest(folder)
 
 
 def digest(folder: Path) -> str | None:

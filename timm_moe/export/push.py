@@ -27,7 +27,7 @@ from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import ADAPTERS, export_dense, export_moe, require_finite_weights, stated_labels
 from .formats import drop_second_num_classes, load_checked
-from .history import ENTRY, is_of_weights, recorded_history
+from .history import ENTRY, History, public, recorded_history
 from .options import PushOptions
 from .outputs import inputs_for, source_outputs
 
@@ -114,11 +114,12 @@ def push_dense(
         export = export_dense(source, made, method, svd_ratio=svd_ratio, **settings.of_export())
         if not export.exact:
             _logger.warning("The dense model is not the one that was trained: validate it.")
+        history = recorded_history(made) or History()
         if export.library == "timm":
-            return _publish(made, _timm_card(made, settings), settings, api)
+            return _publish(made, _timm_card(made, history, settings), settings, api)
         config = json.loads((made / "config.json").read_text(encoding="utf-8"))
         facts = foreign_facts(export, config, settings)
-        return _publish(made, card(facts, recorded_history(made), settings), settings, api)
+        return _publish(made, card(facts, history, settings), settings, api)
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -143,7 +144,7 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
         raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
     with tempfile.TemporaryDirectory() as temporary:
         made = export_moe(source, Path(temporary, "model"), **settings.of_export())
-        return _publish(made, _timm_card(made, settings), settings, api)
+        return _publish(made, _timm_card(made, recorded_history(made) or History(), settings), settings, api)
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -231,19 +232,20 @@ def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfAp
     text = file.read_text(encoding="utf-8")
     config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
     drop_second_num_classes(config)
-    if ENTRY in config and not is_of_weights(config[ENTRY], copy):
-        del config[ENTRY]  # of other weights
+    history = recorded_history(copy)
+    if history is None:
+        config.pop(ENTRY, None)  # of other weights
     if settings.license is not None:
         config.get("pretrained_cfg", config)["license"] = settings.license
     if config != json.loads(text):
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return _publish(copy, _timm_card(copy, settings), settings, api)
+    return _publish(copy, _timm_card(copy, history or History(public(copy)), settings), settings, api)
 
 
-def _timm_card(made: Path, settings: PushOptions) -> str:
+def _timm_card(made: Path, history: History, settings: PushOptions) -> str:
     """Return the card of a folder in timm's layout, after timm has loaded it."""
     facts = timm_facts(load_checked(made, "timm"), settings)
-    return card(facts, recorded_history(made), settings)
+    return card(facts, history, settings)
 
 
 # --- the Hub

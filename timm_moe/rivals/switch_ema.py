@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..training.optimizers import is_skipped, with_hooks
+from ..training.placement import local_part
 
 
 class SwitchEma:
@@ -71,4 +72,4 @@ class SwitchEma:
 def _is_wider(other: Tensor, parameter: Tensor) -> bool:
     """Tell if a tensor of a parameter's shape is a copy of it in a wider type."""
     has_wider_type = torch.promote_types(other.dtype, parameter.dtype) != parameter.dtype
-    return has_wider_type and torch.equal(other.to(parameter.dtype), parameter)
+    return has_wider_type and torch.equal(local_part(other).to(parameter.dtype), local_part(parameter))
