@@ -61,7 +61,7 @@ def pages(folder: Path) -> dict[str, str]:
     places = {
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
-        "{hours}": f"{hours(costs_of_studies(known)):.0f} hours",
+        "{hours}": f"{hours(costs_of_studies(one for one in known if one.size_name == 'small')):.0f} hours",
     }
     full = (TEMPLATES / "details.md").read_text()
     for place, text in places.items():
@@ -97,7 +97,7 @@ def detailed(outcome: Outcome) -> str:
     """Write the section of docs/generated/studies.md: all figures, pairs, costs, recipes and circumstances."""
     study, size, arms = outcome.study, outcome.size, outcome.arms()
     pairs = [row for pair in outcome.further_pairs() if len(row := _pair(outcome, *pair)) > 2]
-    options = " ".join([*size.options, "--model-kwargs", *size.kwargs])
+    options = " ".join([*size.options, *(["--model-kwargs", *size.kwargs] if size.kwargs else [])])
     recipes = [
         {
             "": arm.name,

@@ -45,7 +45,7 @@ FINDINGS = (
     ),
     Finding(
         "Dense training with half the initial weights and dropout has the highest mean: 1.15 points above dense "
-        "training (0.61 to 1.68), without a clear difference from linear. So nothing here asks for experts.",
+        "training (0.61 to 1.68), without a clear difference from linear.",
         (
             *compare(("dense, initial weights / 2, dropout 0.1",), BETTER, ("dense",)),
             *compare(("dense, initial weights / 2, dropout 0.1",), UNCLEAR, ("linear",)),

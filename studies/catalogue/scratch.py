@@ -57,7 +57,7 @@ MERGED_AT_THE_END = tuple(arm.name for arm in ARMS if arm.name.startswith("exper
 
 FINDINGS = (
     Finding(
-        "EWA does not beat dense training. With its default, the linear share rate, it is 0.31 points worse (0.11 to "
+        "EWA does not beat dense training. By default (linear) it is 0.31 points worse (0.11 to "
         "0.50), with the late one 0.54; constant and early rates make no clear difference.",
         (
             *compare(("EWA, linear", "EWA, late"), WORSE, ("dense",)),
@@ -66,7 +66,7 @@ FINDINGS = (
     ),
     Finding(
         "Averaging after every step (linear, constant, early) is 0.58 to 0.79 points better than averaging at the end. "
-        "Experts that are merged only at the end, in any of five ways, lose 0.79 to 1.58 points to dense training.",
+        "Experts merged only at the end lose 0.79 to 1.58 points to dense training.",
         (
             *compare(("EWA, linear", "EWA, constant", "EWA, early"), BETTER, (MEAN,)),
             *compare(MERGED_AT_THE_END, WORSE, ("dense",)),

@@ -35,10 +35,10 @@ AS_A_VIT = tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "n
 #: Sentences about the results outside studies/catalogue, with their comparisons, by file and study.
 SAID = {
     ("docs/results.md", "scratch"): {
-        "does not beat dense training from scratch: it is 0.31 points worse.": EWA_WORSE,
+        "is 0.31 points worse than dense training from scratch.": EWA_WORSE,
     },
     ("docs/results.md", "recipe"): {
-        "a stronger one gains 4.00 points over a weak one.": STRONGER,
+        "a stronger one gains 4.00 points.": STRONGER,
         "EWA shows no clear difference in accuracy from dense training under any of three recipes; top-2 V-MoE is 2.08 "
         "points worse under a weak one, without a clear difference under the strong one.": (
             *to_dense("EWA, linear", UNCLEAR, *RECIPES),
