@@ -40,7 +40,7 @@ SAID = {
     ("docs/results.md", "recipe"): {
         "a stronger one gains 4.00 points.": STRONGER,
         "EWA shows no clear difference in accuracy from dense training under any of three recipes; top-2 V-MoE is 2.08 "
-        "points worse under a weak one, without a clear difference under the strong one.": (
+        "points worse under the weak one, without a clear difference under the strong one.": (
             *to_dense("EWA, linear", UNCLEAR, *RECIPES),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
             *to_dense("V-MoE, top-2", WORSE, "weak"),

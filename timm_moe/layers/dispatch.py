@@ -209,7 +209,9 @@ def _move(*args: Any) -> Tensor:
 def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> Tensor:
     """(M, D): for each line of indices the sum of the rows at these indices, each times its weight."""
     weight_MK = None if weight_MK is None else weight_MK.to(rows.dtype)
-    if not torch.compiler.is_compiling():  # which makes one loop of what follows
+    # One kernel, which a CPU does in one pass. To start it takes a GPU's host longer than one or two simple ones.
+    is_simple = index_MK.shape[1] == 1 and (weight_MK is None or not rows.is_cpu)
+    if not is_simple and not torch.compiler.is_compiling():  # a compiler makes one loop of what follows
         return nn.functional.embedding_bag(index_MK, rows, mode="sum", per_sample_weights=weight_MK)
     picked = [rows.index_select(0, index) for index in index_MK.unbind(1)]
     if weight_MK is not None:

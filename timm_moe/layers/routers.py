@@ -42,16 +42,18 @@ class RandomPartition(Router):
         number_E = torch.arange(1, experts + 1, device=x.device)
         row_T = torch.randperm(rows, device=generator_device(x.device)).to(x.device)
         position_T, slot_T = torch.arange(rows, device=x.device), torch.empty_like(row_T)
-        if not has_equal_slots(x.device):
-            slot_T[row_T] = position_T
-            return Routing(row_T, number_E * quotient + number_E.clamp(max=remainder), slot_T.unsqueeze(1), None)
-        capacity = quotient + (1 if remainder else 0)
-        if remainder:  # the later parts leave their last slot empty
-            position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
-        slot_T[row_T] = position_T
+        is_equal = has_equal_slots(x.device)
+        if not remainder or not is_equal:
+            ends_E = number_E * quotient + number_E.clamp(max=remainder) if remainder else number_E * quotient
+            slot_T1 = slot_T.scatter_(0, row_T, position_T).unsqueeze(1)
+            return Routing(row_T, ends_E, slot_T1, None, quotient if is_equal else None)
+        capacity = quotient + 1
+        # The later parts leave their last slot empty.
+        position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
+        slot_T1 = slot_T.scatter_(0, row_T, position_T).unsqueeze(1)
         token_indices = row_T.new_zeros(experts * capacity).scatter_(0, position_T, row_T)
-        gates = x.new_ones(rows, 1) if remainder else None  # with gates, unused slots get no gradient
-        return Routing(token_indices, number_E * capacity, slot_T.unsqueeze(1), gates, capacity)
+        gates = x.new_ones(rows, 1)  # so that unused slots get no gradient
+        return Routing(token_indices, number_E * capacity, slot_T1, gates, capacity)
 
 
 class TopKRouter(RecordingRouter):
@@ -196,7 +198,8 @@ class TopKRouter(RecordingRouter):
                 expert_N = expert_GSK.flatten()
                 load = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
                 losses = self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK)))
-                self.record(losses, load, (routing.slots >= routing.offsets[-1]).sum(), logits_GBNE.isfinite().all())
+                are_finite = (logits_GBNE.detach() * 0).sum() == 0  # isfinite().all() takes two kernels more
+                self.record(losses, load, (routing.slots >= routing.offsets[-1]).sum(), are_finite)
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
