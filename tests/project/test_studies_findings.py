@@ -175,6 +175,14 @@ def test_the_last_seed_of_the_recipes_decides():
     assert problems(Finding("0.61 and 0.57", better), four) == []
 
 
+def test_the_papers_recipe_hardly_trains_in_a_tenth_of_its_epochs():
+    """A finding of the study nearest says so in words."""
+    arms = read(RESULTS / "nearest-paper.json")["arms"].values()
+    dense, ewa = ([figures["top1"] for figures in arm["figures"].values()] for arm in arms)
+    assert len(dense) == len(ewa) == 3 and int(mean(dense)) == int(mean(ewa)) == 14
+    assert round(max(ewa) - min(ewa)) == 6
+
+
 def test_the_likelihood_and_calibration_of_pbe():
     for figure in ("nll", "ece"):
         compared = compare([PBE], BETTER, RIVALS, figure)
