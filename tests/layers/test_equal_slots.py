@@ -89,6 +89,18 @@ def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
     assert is_used_N.sum() == rows
 
 
+@pytest.mark.parametrize(("factor", "slots"), [(1.5, 16 * 12 + 1), (8.0, 128)])
+def test_an_evaluation_does_not_compute_mostly_unused_slots(factor, slots):
+    router = TopKRouter(WIDTH, 16, capacity_factor=8.0, eval_capacity_factor=factor)
+    nn.init.normal_(router.weight)
+    x = torch.randn(128, WIDTH)
+    with equal_slots():
+        assert len(router(x).token_indices) == 16 * 64 + 1  # in training it waits for nothing
+        routing = router.eval()(x)
+    assert len(routing.token_indices) == slots
+    assert torch.equal(routing.experts(), router(x).experts())
+
+
 def test_second_derivatives():
     layer, x = EwaMlp(Mlp(WIDTH, 4), 3).double(), torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True)
     with equal_slots():
@@ -145,7 +157,7 @@ MODELS = {
     "swin_tiny_patch2_window4_32_ewa_moe": (dict(embed_dim=16, depths=(1, 1), num_heads=(2, 2), num_experts=3), 0, 0),
     "widenet_b": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2), 0, 1),
     "vmoe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 1),
-    "vmoe_pbe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 0),
+    "vmoe_pbe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 1),
     "vimoe_s14_shared": (dict(img_size=28, embed_dim=32, depth=2, num_heads=2), 1, 1),
     "vit_tiny_moe": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, top_k=2, capacity_factor=4.0), 1, 1),
     "soft_moe_s16": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_experts=3, moe_layers="every-2"), 0, 0),
@@ -161,7 +173,7 @@ MODELS = {
 @pytest.mark.parametrize("amp", [torch.float16, None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_waits_of_a_forward_pass(name, amp):
-    """One for each layer without capacities, which asks for the counts once; none for others."""
+    """One for each layer without capacities, or in evaluation with large ones; none for others."""
     options, training, evaluation = MODELS[name]
     model = timm.create_model(name, num_classes=4, **options)
     size = options.get("img_size", 32)

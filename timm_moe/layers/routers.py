@@ -222,7 +222,8 @@ class TopKRouter(RecordingRouter):
             gate_GSK = gate_GSK * self.route_scale
         if capacity is None:
             return routing_to(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
-        return assign(expert_GSK, gate_GSK, *queue(expert_GSK, self.num_experts, priority_GS), capacity)
+        ranks = queue(expert_GSK, self.num_experts, priority_GS)
+        return assign(expert_GSK, gate_GSK, *ranks, capacity, may_wait=not self.training)
 
     def _groups(self, batch: int) -> int:
         return max(1, batch // max(1, images_of_group(batch, self.group_images, self.training)))
