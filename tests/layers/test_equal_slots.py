@@ -89,6 +89,31 @@ def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
     assert is_used_N.sum() == rows
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("are_equal", [False, True])
+def test_inductor_compiles_a_partition(are_equal):
+    """Before torch 2.14 it fails on rows that a permutation picks (pytorch #158457)."""
+    layer = EwaMlp(Mlp(WIDTH, 12), 4, "independent")
+    torch.compiler.reset()
+    with equal_slots(are_equal):
+        for rows in (8, 9):
+            x = torch.randn(rows, WIDTH)
+            outcomes = []
+            for call in (layer, torch.compile(layer, fullgraph=True, dynamic=False)):
+                torch.manual_seed(0)
+                layer.zero_grad()
+                call(x).square().sum().backward()
+                outcomes.append([parameter.grad for parameter in layer.parameters()])
+            torch.testing.assert_close(outcomes[1], outcomes[0])
+
+
+def test_a_partition_is_exported_for_any_batch():
+    shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    layer = EwaMlp(Mlp(WIDTH, 12), 4, "independent")
+    exported = torch.export.export(layer, (torch.randn(4, 6, WIDTH),), dynamic_shapes=shapes, strict=False).module()
+    assert exported(torch.randn(3, 6, WIDTH)).shape == (3, 6, WIDTH)
+
+
 @pytest.mark.parametrize(("factor", "slots"), [(1.5, 16 * 12 + 1), (8.0, 128)])
 def test_an_evaluation_does_not_compute_mostly_unused_slots(factor, slots):
     router = TopKRouter(WIDTH, 16, capacity_factor=8.0, eval_capacity_factor=factor)

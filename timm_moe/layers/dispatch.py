@@ -175,12 +175,12 @@ def assign(
 ) -> Routing:
     """Give each choice that is within the capacity of its expert in each group a slot of the expert.
 
-    On a GPU each expert has equally many slots, unless the host may wait and most of them would be unused.
+    On a GPU each expert has equally many slots, unless the host may wait and three quarters would be unused.
     """
     groups, rows, _ = expert_GSK.shape
     num_experts = length_GE.shape[1]
     num_slots, most = expert_GSK.numel(), groups * num_experts * capacity + 1  # with one for all that is dropped
-    is_padded = has_equal_slots(expert_GSK.device) and not (may_wait and most > 2 * num_slots + 1)
+    is_padded = has_equal_slots(expert_GSK.device) and not (may_wait and most > 4 * num_slots + 1)
     if is_padded:
         num_slots = most
     elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():

@@ -41,19 +41,18 @@ class RandomPartition(Router):
         quotient, remainder = rows // experts, rows % experts  # torch.compile knows no divmod
         number_E = torch.arange(1, experts + 1, device=x.device)
         row_T = torch.randperm(rows, device=generator_device(x.device)).to(x.device)
-        position_T, slot_T = torch.arange(rows, device=x.device), torch.empty_like(row_T)
-        is_equal = has_equal_slots(x.device)
-        if not remainder or not is_equal:
-            ends_E = number_E * quotient + number_E.clamp(max=remainder) if remainder else number_E * quotient
-            slot_T1 = slot_T.scatter_(0, row_T, position_T).unsqueeze(1)
-            return Routing(row_T, ends_E, slot_T1, None, quotient if is_equal else None)
-        capacity = quotient + 1
-        # The later parts leave their last slot empty.
-        position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
-        slot_T1 = slot_T.scatter_(0, row_T, position_T).unsqueeze(1)
-        token_indices = row_T.new_zeros(experts * capacity).scatter_(0, position_T, row_T)
-        gates = x.new_ones(rows, 1)  # so that unused slots get no gradient
-        return Routing(token_indices, number_E * capacity, slot_T1, gates, capacity)
+        if torch.compiler.is_compiling():  # before torch 2.14 inductor fails where a permutation picks rows (#158457)
+            row_T = row_T.clamp(min=0)
+        token_indices, position_T, gates = row_T, torch.arange(rows, device=x.device), None
+        capacity = quotient if has_equal_slots(x.device) else None
+        ends_E = number_E * quotient if capacity is not None else number_E * quotient + number_E.clamp(max=remainder)
+        if capacity is not None and remainder:  # the later parts leave their last slot empty
+            capacity, ends_E = quotient + 1, number_E * (quotient + 1)
+            position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
+            token_indices = row_T.new_zeros(experts * capacity).scatter_(0, position_T, row_T)
+            gates = x.new_ones(rows, 1)  # so that unused slots get no gradient
+        slot_T = torch.empty_like(row_T).scatter_(0, row_T, position_T)
+        return Routing(token_indices, ends_E, slot_T.unsqueeze(1), gates, capacity)
 
 
 class TopKRouter(RecordingRouter):
@@ -223,7 +222,7 @@ class TopKRouter(RecordingRouter):
         if capacity is None:
             return routing_to(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
         ranks = queue(expert_GSK, self.num_experts, priority_GS)
-        return assign(expert_GSK, gate_GSK, *ranks, capacity, may_wait=not self.training)
+        return assign(expert_GSK, gate_GSK, *ranks, capacity, not (self.training or torch.compiler.is_compiling()))
 
     def _groups(self, batch: int) -> int:
         return max(1, batch // max(1, images_of_group(batch, self.group_images, self.training)))
