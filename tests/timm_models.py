@@ -8,9 +8,9 @@ environment variable TIMM_TESTS may name an unpacked one instead. See docs/compa
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -56,8 +56,7 @@ def sources() -> Path:
             print(f"Fetching the source distribution of timm {timm.__version__} ...", flush=True)
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
             subprocess.run([*pip, "--dest", download, f"timm=={timm.__version__}"], check=True)
-            with tarfile.open(next(Path(download).glob("*.tar.gz"))) as archive:
-                archive.extractall(download, filter="data")
+            shutil.unpack_archive(next(Path(download).glob("*.tar.gz")), download)
             (Path(download) / folder.name).rename(folder)
     return folder
 
