@@ -61,7 +61,7 @@ def pages(folder: Path) -> dict[str, str]:
     places = {
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
-        "{hours}": f"{hours(costs_of_studies(one for one in known if one.size_name == 'small')):.0f} hours",
+        "{hours}": f"{hours(costs_of_studies([one for one in known if one.size_name == 'small'])):.0f} hours",
     }
     full = (TEMPLATES / "details.md").read_text()
     for place, text in places.items():

@@ -256,9 +256,9 @@ class Experts(StackedParameters):
             shape_ECD = len(end_E), capacity, x_ND.shape[1]  # E of this process, where experts are spread
             rows = len(end_E) * capacity
             rest = x_ND.shape[0] - rows
-            if not rest:  # a pad by nothing would copy, and so would the gradient of a whole slice
-                return self.run_batched(x_ND.view(shape_ECD)).flatten(0, 1)
-            return nn.functional.pad(self.run_batched(x_ND[:rows].view(shape_ECD)).flatten(0, 1), (0, 0, 0, rest))
+            used_ND = x_ND[:rows] if rest else x_ND  # a pad by nothing would copy, and a whole slice's gradient
+            y_ND = self.run_batched(used_ND.view(shape_ECD)).flatten(0, 1)
+            return nn.functional.pad(y_ND, (0, 0, 0, rest)) if rest else y_ND
         is_known = end_E.is_cpu or end_E.is_meta
         if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
             end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward

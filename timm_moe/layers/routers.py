@@ -44,10 +44,9 @@ class RandomPartition(Router):
         if torch.compiler.is_compiling():  # before torch 2.14 inductor fails where a permutation picks rows (#158457)
             row_T = row_T.clamp(min=0)
         token_indices, position_T, gates = row_T, torch.arange(rows, device=x.device), None
-        capacity = quotient if has_equal_slots(x.device) else None
-        ends_E = number_E * quotient if capacity is not None else number_E * quotient + number_E.clamp(max=remainder)
+        capacity = quotient + (1 if remainder else 0) if has_equal_slots(x.device) else None
+        ends_E = number_E * quotient + number_E.clamp(max=remainder) if capacity is None else number_E * capacity
         if capacity is not None and remainder:  # the later parts leave their last slot empty
-            capacity, ends_E = quotient + 1, number_E * (quotient + 1)
             position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
             token_indices = row_T.new_zeros(experts * capacity).scatter_(0, position_T, row_T)
             gates = x.new_ones(rows, 1)  # so that unused slots get no gradient
