@@ -22,7 +22,7 @@ from timm_moe.convert import ffn_paths
 from timm_moe.convert.blocks import select_blocks
 from timm_moe.rivals import Fusion, SwitchEma, scale_learning_rates
 
-from . import candidates
+from . import candidates, device_images
 
 
 def switch_ema(window: str) -> None:
@@ -99,6 +99,11 @@ def until(seconds: str) -> None:
     _around(timm.scheduler, "create_scheduler_v2", after=lambda made, _: watch(made[0]))
 
 
+def on_device(_: str) -> None:
+    """Keep the images on the device, and augment them there."""
+    device_images.put_images_on_the_device()
+
+
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
     """Make a callback without a value, which changes the model."""
     return lambda value: _change(change)
@@ -133,6 +138,7 @@ def _around(
 
 
 CALLBACKS: dict[str, Callable[[str], None]] = {
+    "on_device": on_device,
     "until": until,
     "switch_ema": switch_ema,
     "lr_divided": lr_divided,
