@@ -17,7 +17,7 @@ from studies.findings import problems
 from studies.measure import TOP1, Evaluation
 from studies.outcome import Outcome, costs_of_studies, ratio
 from studies.runs import Place, Run
-from studies.statistics import TOO_FEW, UNCLEAR, half_width, paired
+from studies.statistics import BETTER, TOO_FEW, UNCLEAR, half_width, holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
 
 RESULTS = ROOT / "studies" / "results"
@@ -197,6 +197,38 @@ def test_a_difference_is_the_paired_interval():
     assert paired({"0": 1.0}, {"0": 2.0}).verdict(1) == TOO_FEW
     assert paired({"0": 1.0, "1": 1.5}, {"0": 2.0, "1": 2.5}).verdict(1) == TOO_FEW  # the same difference twice
     assert paired(first, {"0": 40.0, "1": 42.4, "2": 39.0}).verdict(1) == UNCLEAR
+
+
+def test_holms_correction_is_that_of_the_textbook():
+    """Values of statsmodels' multipletests(..., method="holm")."""
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02}
+    )
+    assert holm({}) == {}
+
+
+def test_only_secondary_comparisons_are_corrected():
+    arms = (Arm("dense", DENSE), Arm("EWA", EWA), Arm("other", replace(EWA, name="other")))
+    by_arm = {
+        "dense": [40.0, 41.0, 40.5, 40.2],
+        "EWA": [41.0, 41.9, 41.6, 41.0],
+        "other": [40.3, 41.8, 40.9, 40.5],
+    }
+    results = figures(**by_arm)
+    plain, stated = (
+        Outcome(small_study(*arms, pairs=(("other", "EWA"),), primary=primary), "small", results)
+        for primary in (None, ("EWA", "dense"))
+    )
+    top1 = plain.study.measure.figure("")
+    assert plain.verdict("other", "dense", top1) == BETTER
+    assert plain.corrected == {}
+    assert set(stated.corrected) == {("other", "dense", "top1"), ("other", "EWA", "top1")}
+    p = ttest_rel(by_arm["other"], by_arm["dense"]).pvalue
+    assert stated.corrected["other", "dense", "top1"] == pytest.approx(2 * p)
+    assert 0.025 < p < 0.05
+    assert stated.verdict("other", "dense", top1) == UNCLEAR
+    assert stated.verdict("EWA", "dense", top1) == BETTER
+    assert ", p = " in page.detailed(stated)
 
 
 def _without_images(stated):
