@@ -13,6 +13,7 @@ from .findings import problems
 from .measure import Figure
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
+from .routed import routed_share
 from .statistics import BETTER, CONFIDENCE, WORSE, Difference
 from .study import Arm, Size
 
@@ -174,6 +175,8 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
             row[heads[figure]] = _judged(outcome, (arm.name, baseline), figure)
         row["seeds"] = str(number) if is_full or number != len(size.seeds) else ""
         row["primary"] = "primary" if outcome.study.primary == (arm.name, baseline) else ""
+        share = routed_share(arm, size)
+        row["routed"] = "" if share is None else f"{share:.0%}"
         row["the paper"] = arm.paper
         if is_full:
             own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))

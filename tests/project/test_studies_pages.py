@@ -16,6 +16,7 @@ from studies.catalogue import STUDIES
 from studies.findings import problems
 from studies.measure import TOP1, Evaluation
 from studies.outcome import Outcome, costs_of_studies, ratio
+from studies.routed import routed_share
 from studies.runs import Place, Run
 from studies.statistics import BETTER, TOO_FEW, UNCLEAR, half_width, holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
@@ -251,10 +252,19 @@ def test_the_pages_follow_from_the_results():
         assert (ROOT / "docs" / name).read_text() == text
 
 
-def test_the_page_is_short():
-    words = [word for word in (ROOT / "docs" / "results.md").read_text().split() if word != "|"]
-    assert len(words) < 3000
-    assert all(len(size.findings) <= 3 for study in STUDIES.values() for size in study.sizes.values())
+def test_the_routed_share_counts_the_expert_layers_of_an_evaluation():
+    size = STUDIES["widenet"].sizes["small"]
+    shares = {arm.name: routed_share(arm, size) for arm in size.arms}
+    shared_by_all_blocks = shares["WideNet, 2 of 4 experts"]
+    assert 0.5 < shared_by_all_blocks < 0.9
+    recipe = STUDIES["recipe"].sizes["small"]
+    assert routed_share(recipe.arm("dense, strong"), recipe) is None
+    assert routed_share(recipe.arm("EWA, linear, strong"), recipe) is None  # one network is deployed
+    top_2 = routed_share(recipe.arm("V-MoE, top-2, strong"), recipe)
+    # 17 tokens, 6 blocks 96 wide, 2 of them with 8 experts 144 wide of which a token takes 2
+    dense, experts, attention = 17 * 2 * 96 * 144, 17 * (2 * 2 * 96 * 144 + 8 * 96), 17 * 4 * 96**2 + 2 * 17 * 17 * 96
+    patches, head = 16 * 3 * 64 * 96, 1000 * 96
+    assert top_2 == pytest.approx(2 * experts / (6 * attention + 4 * dense + 2 * experts + patches + head), rel=1e-6)
 
 
 @pytest.mark.parametrize(("seeds", "label"), [(1, "top-1 %, difference from dense, one seed"), (3, "95 % interval")])
