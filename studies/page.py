@@ -76,6 +76,8 @@ def section(outcome: Outcome) -> str:
     study = outcome.study
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
     head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
+    if study.stated:
+        head += ["", f"Stated before the runs: {study.stated}"]
     lacking = _incomplete(outcome)
     if lacking and not outcome.size.findings:
         return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
@@ -112,6 +114,7 @@ def detailed(outcome: Outcome) -> str:
             f"## {study.title}",
             "",
             f"`python -m studies {study.name} --size {outcome.size_name}`",
+            *(["", f"Stated before the runs: {study.stated}"] if study.stated else []),
             *_incomplete(outcome),
             "",
             *_table(_rows(outcome, study.measure.figures, [arm.name for arm in arms], is_full=True)),

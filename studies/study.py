@@ -237,6 +237,7 @@ class Study:
         primary: names of the two arms whose comparison by the first figure was stated as the primary one before the
             runs. All other comparisons of the study are secondary: they are corrected by Holm's method. By default no
             comparison is primary, and nothing is corrected.
+        stated: what was stated before the runs.
     """
 
     name: str
@@ -248,6 +249,7 @@ class Study:
     pairs: tuple[tuple[str, str], ...] = ()
     interactions: tuple[tuple[str, str], ...] = ()
     primary: tuple[str, str] | None = None
+    stated: str = ""
 
 
 def slug(name: str) -> str:
