@@ -270,6 +270,21 @@ def test_without_random_transforms_batches_are_timms(images, on_device, monkeypa
         assert all(target.amax() == target.max(1).values.min() for _, target in loader)
 
 
+def test_batches_of_random_images_have_timms_statistics(images, on_device):
+    found = []
+    for _ in range(2):
+        options = {"auto_augment": "original", "interpolation": "random", "re_prob": 0.25, "re_mode": "pixel"}
+        loader = make(images, **options, collate_fn=mixup())
+        pixels = torch.cat([batch for _ in range(6) for batch, _ in loader])
+        channels = pixels.transpose(0, 1).flatten(1)
+        steps = pixels.diff(dim=3).abs()
+        found.append(
+            torch.cat([channels.mean(1), channels.std(1), steps.mean((0, 2, 3)), pixels.mean((1, 2, 3)).std()[None]])
+        )
+        on_device()
+    torch.testing.assert_close(*found, atol=0.06, rtol=0)
+
+
 def test_evaluation_has_timms_batches_in_timms_order(images, on_device):
     batches = []
     for _ in range(2):
@@ -356,12 +371,12 @@ def test_train_py_learns_the_same_weights_from_the_same_images(images, tmp_path)
 @pytest.mark.ci
 @needs_scripts
 def test_train_py_learns_as_much_from_random_images(images, tmp_path):
-    options = ("--scale", 0.5, 1, "--aa", "original", "--reprob", 0.25, "--epochs", 16, "--lr", "3e-3")
+    options = ("--scale", 0.5, 1, "--aa", "original", "--reprob", 0.25, "--mixup", 0, "--cutmix", 0, "--epochs", 16)
     losses = {}
     for name, callbacks in (("host", ()), ("device", ("on_device",))):
-        epochs = summary(train(tmp_path / name, images, *options, callbacks=callbacks))
+        epochs = summary(train(tmp_path / name, images, *options, "--lr", "3e-3", callbacks=callbacks))
         losses[name] = [float(epoch["train_loss"]) for epoch in epochs]
     assert losses["host"] != losses["device"]
     mean = {name: sum(of_one[-4:]) / 4 for name, of_one in losses.items()}
-    assert mean["host"] < losses["host"][0] - 0.1
-    assert mean["device"] == pytest.approx(mean["host"], abs=0.06)
+    assert mean["host"] < losses["host"][0] - 0.3
+    assert mean["device"] == pytest.approx(mean["host"], abs=0.2)  # two seeds differ by 0.1
