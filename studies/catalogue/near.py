@@ -11,8 +11,9 @@ for, as estimated before the first run:
 - The GPU: 52 TFLOP an epoch are 0.13 a step, or 0.7 ms at 200 TFLOP/s. But forward and backward are 684 kernels (EWA
   720), about 3.4 ms at 5 us each: too long, so the model is compiled, which merges them.
 - The host: to start so many kernels takes 10 to 20 ms a step, so they are replayed as CUDA graphs. AdamW is fused. What
-  is left is train.py's: it waits for the loss of each step, and the other processes use the GPU meanwhile.
-- Images: 22 kernels a batch, about 0.1 ms. The CPU would need 37 ms, and the time to read the files.
+  is left is train.py's: it waits for the loss of each step, and the other processes use the GPU meanwhile. Their
+  kernels take turns; they overlap only under NVIDIA's MPS, which is not assumed.
+- Images: 22 kernels a batch, about 0.1 ms of the host. On a CPU, timm's transforms and files take 62 ms.
 - Imports, 50,000 files and compiling take about 90 s of the 600, which leaves 2.2 ms a step. A training is
   evaluated by validate.py at its end, since train.py would compile the model again for it.
 """

@@ -285,6 +285,20 @@ def test_batches_of_random_images_have_timms_statistics(images, on_device):
     torch.testing.assert_close(*found, atol=0.06, rtol=0)
 
 
+def test_mixed_and_normalized_images_are_erased(images, on_device):
+    on_device()
+    whole, erased = (
+        torch.cat(
+            [batch for batch, _ in make(images, **WHOLE, collate_fn=mixup(), re_prob=probability, re_mode="pixel")]
+        )
+        for probability in (0, 1)
+    )
+    differ = whole != erased
+    assert torch.equal(differ.any(1), differ.all(1))
+    assert all(max(box(mask[0])[2:]) < 16 for mask in differ)
+    assert abs(erased[differ].std() - 1) < 0.05
+
+
 def test_evaluation_has_timms_batches_in_timms_order(images, on_device):
     batches = []
     for _ in range(2):
