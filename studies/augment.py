@@ -82,10 +82,10 @@ def affine(images: Tensor, matrices: Tensor, is_bicubic: Tensor, fill: Tensor) -
 def _between(values: tuple[Tensor, ...], distance: Tensor, is_bicubic: Tensor) -> Tensor:
     """Interpolate between the second and the third of four values."""
     before, left, right, after = values
-    cubic = -before + left - right + after
-    cubic = 2 * (before - left) + right - after + distance * cubic
-    cubic = -before + right + distance * cubic
-    return left + distance * torch.where(is_bicubic, cubic, right - left)
+    third = -before + left - right + after
+    second = 2 * (before - left) + right - after + distance * third
+    first = right - before + distance * second
+    return left + distance * torch.where(is_bicubic, first, right - left)
 
 
 def _truncated(values: Tensor) -> Tensor:

@@ -204,15 +204,15 @@ class Augmentation:
         """Draw a policy for each image: its operations follow each other, each with its own probability."""
         which = torch.randint(max(1, len(self.policy)), (number,), generator=self.generator)
         for operations in zip(*self.policy, strict=True):
-            is_applied = (
-                self._uniform(number) <= torch.tensor([op.prob for op in operations], dtype=torch.float64)[which]
-            )
-            values = torch.tensor([_argument(op) for op in operations], dtype=torch.float64)[which]
+            chances = torch.tensor([op.prob for op in operations], dtype=torch.float64)
+            arguments = torch.tensor([_argument(op) for op in operations], dtype=torch.float64)
+            is_applied = self._uniform(number) <= chances[which]
             sign = (self._uniform(number) < 0.5).double() * 2 - 1
             for name in sorted({op.name for op in operations}):
                 has_name = torch.tensor([op.name == name for op in operations])[which]
                 signs = sign if name in GEOMETRY else torch.ones_like(sign)
-                yield self._change(name, is_applied & has_name, values * signs, operations[0].kwargs["resample"])
+                values = arguments[which] * signs
+                yield self._change(name, is_applied & has_name, values, operations[0].kwargs["resample"])
 
     def _draw_jitter(self, number: int) -> Iterator[Change]:
         """Draw brightness, contrast and saturation for each image, and their order."""
