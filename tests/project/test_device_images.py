@@ -270,6 +270,7 @@ def test_without_random_transforms_batches_are_timms(images, on_device, monkeypa
         assert all(target.amax() == target.max(1).values.min() for _, target in loader)
 
 
+@pytest.mark.ci
 def test_batches_of_random_images_have_timms_statistics(images, on_device):
     found = []
     for _ in range(2):
