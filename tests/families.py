@@ -1,5 +1,7 @@
 """A small model of each timm family that has EWA forms."""
 
+import timm
+
 #: One architecture of each family, with arguments that make it as small as the family allows.
 SMALL = {
     "beit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
@@ -47,3 +49,5 @@ SMALL = {
     "volo_d1_224": dict(img_size=64),
     "xcit_nano_12_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
 }
+#: Older versions of timm have fewer families.
+SMALL = {name: options for name, options in SMALL.items() if timm.is_model(name)}

@@ -310,7 +310,7 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
     """The owner of each method or builder to wrap, its name, and its wrapper."""
     for name, module in list(sys.modules.items()):  # entrypoints look the builder up in their own module
         is_public = name.startswith("timm.models.") and not name.startswith("timm.models._")
-        if is_public and "build_model_with_cfg" in vars(module):
+        if is_public and hasattr(module, "build_model_with_cfg"):
             yield module, "build_model_with_cfg", _with_another_build
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
