@@ -1,7 +1,7 @@
 """Kernels and host time of expert layers and of a step, where a GPU waits for Python.
 
-A CPU with tiny tensors takes the form of a GPU: the operators are those that a GPU would start, and computing them takes
-no time. So what is timed is the host. Kernels are counted exactly and do not depend on the machine or its load.
+A CPU with tiny tensors takes the form of a GPU: the operators are those that a GPU would start, and computing them
+takes no time. So what is timed is the host. Kernels are counted exactly and do not depend on the machine or its load.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from unittest import mock
 import timm
 import torch
 from timm.layers import Mlp
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
@@ -60,7 +60,7 @@ def form_of_a_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in modules:
             if hasattr(module, "has_equal_slots"):
-                stack.enter_context(mock.patch.object(module, "has_equal_slots", lambda device: True))
+                stack.enter_context(mock.patch.object(module, "has_equal_slots", return_value=True))
         yield
 
 

@@ -58,6 +58,7 @@ def step(make: Make, batch: int, fused: bool, setting: Setting, classes: int = C
     forward = setting.prepare(model)
 
     def work() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         with setting.autocast():
             loss = criterion(forward(images), targets)
         if layers:
