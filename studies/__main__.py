@@ -13,7 +13,7 @@ from . import images, page, results
 from .catalogue import STUDIES
 from .runs import Place, Run
 from .scheduler import work_off
-from .study import Size, Study
+from .study import Size, Study, Training, with_used
 
 HERE = Path(__file__).parent
 
@@ -23,6 +23,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; by default all")
     parser.add_argument("--size", choices=("small", "paper"), default="small", help="for two cores, or the paper's")
     parser.add_argument("--seeds", type=_at_least_one, metavar="N", help="instead of each study's own number")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TRAINING", help="names of trainings; by default all of each study"
+    )
     parser.add_argument(
         "--jobs", type=_at_least_one, metavar="N", help="runs at a time, one thread each (default: cores, on a GPU 1)"
     )
@@ -123,7 +126,13 @@ def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
     """
     size = study.sizes[args.size]
     seeds = range(size.seeds.start, size.seeds.start + (args.seeds or len(size.seeds)))
-    runs = [Run(study, size, training, seed, place) for seed in seeds for training in size.trainings()]
+    trainings = _selected(size, args.only)
+    runs = [
+        Run(study, size, training, seed, place)
+        for seed in seeds
+        for training in trainings
+        if args.seeds or seed in size.seeds_of(training)
+    ]
     print(f"{study.name}: {study.question}", file=sys.stderr, flush=True)
     _keep(runs, args)
     path = _results(study, args)
@@ -135,6 +144,24 @@ def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
             file=sys.stderr,
         )
     return runs
+
+
+def _selected(size: Size, names: Sequence[str] | None) -> list[Training]:
+    """Select the trainings of these names, and those that they use; all without names.
+
+    Raises:
+        ValueError: if there is no training of a name.
+    """
+    trainings = size.trainings()
+    if names is None:
+        return trainings
+    if unknown := set(names) - {training.name for training in trainings}:
+        raise ValueError(
+            f"there is no training {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(training.name for training in trainings)}"
+        )
+    needed = {used.name for training in trainings if training.name in names for used in with_used(training)}
+    return [training for training in trainings if training.name in needed]
 
 
 def _keep(runs: Sequence[Run], args: argparse.Namespace) -> None:

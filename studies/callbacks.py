@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import timm.layers
 import timm.optim
 import timm.scheduler
 import torch
@@ -99,6 +100,29 @@ def until(seconds: str) -> None:
     _around(timm.scheduler, "create_scheduler_v2", after=lambda made, _: watch(made[0]))
 
 
+def hold_rate(fraction: str) -> None:
+    """Hold the learning rate from this fraction of the updates on, as stochastic weight averaging does."""
+
+    def hold(scheduler: Any, updates: int) -> None:
+        step = scheduler.step_update
+        scheduler.step_update = lambda num_updates, *args, **kwargs: step(min(num_updates, updates), *args, **kwargs)
+
+    def attach(made: Any, arguments: dict[str, Any]) -> None:
+        scheduler, epochs = made
+        hold(scheduler, round(float(fraction) * epochs * arguments["updates_per_epoch"]))
+
+    _around(timm.scheduler, "create_scheduler_v2", after=attach)
+
+
+def plain_attention(value: str) -> None:
+    """Compute attention by matrix products: torch's fused one on CPUs is slow backwards in bfloat16."""
+    timm.layers.set_fused_attn(False)
+
+
+def candidate_routers(value: str) -> None:
+    """Register the routers of :mod:`studies.candidates`, which the import of this file has done."""
+
+
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
     """Make a callback without a value, which changes the model."""
     return lambda value: _change(change)
@@ -134,12 +158,16 @@ def _around(
 
 CALLBACKS: dict[str, Callable[[str], None]] = {
     "until": until,
+    "hold_rate": hold_rate,
+    "plain_attention": plain_attention,
+    "candidate_routers": candidate_routers,
     "switch_ema": switch_ema,
     "lr_divided": lr_divided,
     "begin_divided": begin_divided,
     "only_fusion": _with_model(_freeze_all_but_fusion),
     "rate_by_depth": _with_model(candidates.rate_by_depth),
     "whole_images": _with_model(candidates.whole_images),
+    "drop_path_by_expert": _with_model(candidates.drop_path_by_expert),
     **{name: _with_model(functools.partial(candidates.follow, name)) for name in candidates.CANDIDATES},
 }
 

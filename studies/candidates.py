@@ -1,13 +1,19 @@
-"""Ways of merging experts that only the study ``search`` tries."""
+"""Ways of training and merging experts that only studies try.
+
+The command ``python -m studies.candidates SCRIPT OPTIONS`` runs a script with the routers of this file registered.
+"""
 
 import math
+import runpy
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from timm_moe import moe_layers
-from timm_moe.layers import RandomPartition, Routing
+from timm_moe import RouterSpec, moe_layers, register_router
+from timm_moe.layers import EwaMlp, RandomPartition, Router, Routing
 from timm_moe.schedules import SCHEDULES
 
 
@@ -26,7 +32,21 @@ def last(progress: float, share_rate: float) -> float:
     return share_rate if progress > 0.9 else 0.0
 
 
-CANDIDATES: dict[str, Callable[[float, float], float]] = {"cyclic": cyclic, "annealed": annealed, "last": last}
+#: Optimizer steps of the trainings of study ``twenty``: 120 epochs of 39 batches.
+UPDATES = 120 * 39
+
+
+def every_ten(progress: float, share_rate: float) -> float:
+    """Average the experts at every tenth step."""
+    return share_rate if round(progress * UPDATES) % 10 == 0 else 0.0
+
+
+CANDIDATES: dict[str, Callable[[float, float], float]] = {
+    "cyclic": cyclic,
+    "annealed": annealed,
+    "last": last,
+    "every_ten": every_ten,
+}
 
 
 def follow(schedule: str, model: nn.Module) -> None:
@@ -63,3 +83,57 @@ def whole_images(model: nn.Module) -> None:
     """Send all rows of an image to one expert."""
     for layer in moe_layers(model).values():
         layer.router = ImagePartition(layer.num_experts)
+
+
+def _layer_of_images(ffn: nn.Module, router: Router, num_experts: int, **options: Any) -> EwaMlp:
+    layer = EwaMlp(ffn, num_experts, **options)
+    layer.router = router
+    return layer
+
+
+register_router(
+    RouterSpec(
+        "image_partition",
+        lambda dim, num_experts: ImagePartition(num_experts),
+        layer=_layer_of_images,
+        layer_options={},
+    )
+)
+
+
+def drop_path_by_expert(model: nn.Module) -> None:
+    """Give each expert of a ViT another rate of drop path, from 0 to twice its block's; the mean rate is the block's.
+
+    The rows of an image that one expert computes are dropped together, independently of the other experts'.
+    """
+    for block in model.blocks:  # type: ignore[union-attr]
+        if isinstance(block.mlp, EwaMlp) and isinstance(block.drop_path2, nn.Module):
+            rate = getattr(block.drop_path2, "drop_prob", 0.0)
+            _drop_experts(block.mlp, rate)
+            block.drop_path2 = nn.Identity()
+
+
+def _drop_experts(layer: EwaMlp, rate: float) -> None:
+    """Drop the outputs (B, N, D) of a layer by image and expert, expert e at 2 rate e / (E - 1); scale what is kept."""
+    kept_E = 1 - 2 * rate * torch.arange(layer.num_experts) / (layer.num_experts - 1)
+    routings: list[Routing] = []
+
+    def keep_routing(router: nn.Module, inputs: Any, routing: Routing) -> None:
+        if layer.training:
+            routings.append(routing)
+
+    def drop(layer: nn.Module, inputs: tuple[Tensor], y_BND: Tensor) -> Tensor | None:
+        if not routings:
+            return None
+        images, rows = y_BND.shape[:2]
+        factor_BE = torch.bernoulli(kept_E.expand(images, -1)) / kept_E
+        expert_BN = routings.pop().experts().view(images, rows)
+        return y_BND * factor_BE.gather(1, expert_BN).unsqueeze(2).to(y_BND.dtype)
+
+    layer.router.register_forward_hook(keep_routing)
+    layer.register_forward_hook(drop)
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

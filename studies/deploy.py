@@ -3,7 +3,10 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from .study import Training
 
 
 class Deployment(Protocol):
@@ -65,6 +68,15 @@ class Export:
 
 
 @dataclass(frozen=True)
+class ExportOfCandidate(Export):
+    """The same, of a model with a router of :mod:`studies.candidates`."""
+
+    def commands(self, training: Path, target: Path) -> list[list[str]]:
+        (command,) = super().commands(training, target)
+        return [[sys.executable, "-m", "studies.candidates", *command]]
+
+
+@dataclass(frozen=True)
 class LatestAverage:
     """LAWA (arXiv 2209.14981, 2306.03241): the mean of the weights at the ends of the last epochs.
 
@@ -79,12 +91,42 @@ class LatestAverage:
         return f"the mean of the last {self.epochs} epochs' checkpoints"
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
-        averaged = target.parent / f"{target.name}.pth.tar"
-        average = [sys.executable, "-m", "studies.latest_average", str(training), str(averaged), str(self.epochs)]
-        return [average, _export(averaged, target)]
+        return _export_mean([f"{training}:{self.epochs}"], target)
 
     def result(self, training: Path, target: Path) -> Path:
         return target
+
+
+@dataclass(frozen=True)
+class Soup:
+    """Uniform soup (arXiv 2203.05482): the mean of the weights of several trainings from one start.
+
+    Attributes:
+        others: the trainings beside the arm's own.
+    """
+
+    others: tuple["Training", ...]
+
+    def __str__(self) -> str:
+        return f"Soup({', '.join(training.name for training in self.others)})"
+
+    @property
+    def description(self) -> str:
+        return f"the mean of {len(self.others) + 1} trainings' weights"
+
+    def commands(self, training: Path, target: Path) -> list[list[str]]:
+        own = training.parent  # <setting>/<training>/<seed>
+        folders = [*(own.parents[1] / other.name / own.name / training.name for other in self.others), training]
+        return _export_mean([str(folder / "last.pth.tar") for folder in folders], target)
+
+    def result(self, training: Path, target: Path) -> Path:
+        return target
+
+
+def _export_mean(checkpoints: list[str], target: Path) -> list[list[str]]:
+    averaged = target.parent / f"{target.name}.pth.tar"
+    average = [sys.executable, "-m", "studies.weight_average", str(averaged), *checkpoints]
+    return [average, _export(averaged, target)]
 
 
 def _export(checkpoint: Path, target: Path, *options: str) -> list[str]:

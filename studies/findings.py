@@ -23,9 +23,12 @@ def problems(finding: Finding, outcome: Outcome) -> list[str]:
     ranges = [(float(low), float(high)) for low, high in RANGE.findall(finding.text)]
     for compared in finding.compared:
         pair, figure = (compared.first, compared.second), outcome.study.measure.figure(compared.figure)
-        compare = outcome.interaction if pair in outcome.study.interactions else outcome.difference
-        found = compare(*pair, figure)
-        verdict = "not measured" if found is None else found.verdict(figure.sign)
+        is_interaction = pair in outcome.study.interactions
+        found = (outcome.interaction if is_interaction else outcome.difference)(*pair, figure)
+        if found is None:
+            verdict = "not measured"
+        else:
+            verdict = found.verdict(figure.sign) if is_interaction else outcome.verdict(*pair, figure)
         names = f"{' / '.join(pair)}, {figure.title}"
         if found is None or verdict != compared.verdict:
             wrong.append(f"{names}: {verdict}, not {compared.verdict}")

@@ -1,11 +1,13 @@
 """A study with its results: figures by seed, comparisons of arms, and costs."""
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
 from typing import Any
 
 from .measure import Figure
-from .statistics import Difference, by_seed, paired
+from .statistics import Difference, by_seed, holm, paired
 from .study import Arm, Size, Study
 
 #: CPU seconds, MiB at the peak and the device, by seed.
@@ -59,6 +61,37 @@ class Outcome:
         """Compare an arm with its baseline; None for a baseline, or if they share no seed."""
         baseline = self.size.baseline_of(arm)
         return None if baseline == arm else self.difference(arm, baseline, figure)
+
+    @cached_property
+    def corrected(self) -> dict[tuple[str, str, str], float]:
+        """p-values of all secondary comparisons, corrected by Holm's method, by the two arms and the figure's key.
+
+        Empty if the study has no primary comparison.
+        """
+        if self.study.primary is None:
+            return {}
+        baselines = [(arm.name, self.size.baseline_of(arm.name)) for arm in self.size.arms]
+        pairs = [pair for pair in (*baselines, *self.further_pairs()) if pair[0] != pair[1]]
+        figures = [figure for figure in self.study.measure.figures if figure.sign]
+        primary = (*self.study.primary, figures[0].key)
+        found = {
+            (*pair, figure.key): difference.p
+            for pair in pairs
+            for figure in figures
+            if (difference := self.difference(*pair, figure)) and not math.isnan(difference.p)
+        }
+        return holm({key: p for key, p in found.items() if key != primary})
+
+    def verdict(self, first: str, second: str, figure: Figure) -> str:
+        """Judge an arm beside another one; a secondary comparison by its corrected p-value.
+
+        Raises:
+            ValueError: if the arms share no seed.
+        """
+        found = self.difference(first, second, figure)
+        if found is None:
+            raise ValueError(f"{first} and {second} share no seed.")
+        return found.verdict(figure.sign, self.corrected.get((first, second, figure.key)))
 
     def interaction(self, first: str, second: str, figure: Figure) -> Difference | None:
         """Compare the difference of one arm to its baseline with that of another arm to its own, paired by seed.

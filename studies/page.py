@@ -13,6 +13,7 @@ from .findings import problems
 from .measure import Figure
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
+from .routed import routed_share
 from .statistics import BETTER, CONFIDENCE, WORSE, Difference
 from .study import Arm, Size
 
@@ -75,6 +76,8 @@ def section(outcome: Outcome) -> str:
     study = outcome.study
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
     head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
+    if study.stated:
+        head += ["", f"Stated before the runs: {study.stated}"]
     lacking = _incomplete(outcome)
     if lacking and not outcome.size.findings:
         return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
@@ -111,6 +114,7 @@ def detailed(outcome: Outcome) -> str:
             f"## {study.title}",
             "",
             f"`python -m studies {study.name} --size {outcome.size_name}`",
+            *(["", f"Stated before the runs: {study.stated}"] if study.stated else []),
             *_incomplete(outcome),
             "",
             *_table(_rows(outcome, study.measure.figures, [arm.name for arm in arms], is_full=True)),
@@ -134,8 +138,11 @@ def _shown(outcome: Outcome) -> list[str]:
 
 def _incomplete(outcome: Outcome) -> list[str]:
     """Say which results are missing, if some are."""
-    seeds, wanted = {arm.name: len(outcome.seeds(arm.name)) for arm in outcome.size.arms}, len(outcome.size.seeds)
-    lacking = [f"*{name}* ({number} of {wanted} seeds)" for name, number in seeds.items() if number < wanted]
+    lacking = []
+    for arm in outcome.size.arms:
+        number, wanted = len(outcome.seeds(arm.name)), len(outcome.size.seeds_of(arm.training))
+        if number < wanted:
+            lacking.append(f"*{arm.name}* ({number} of {wanted} seeds)")
     return ["", f"**Incomplete:** {'; '.join(lacking)}."] if lacking else []
 
 
@@ -168,8 +175,11 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
         row = {"": arm.name, "compared with": "" if is_plain else baseline}
         for figure in figures:
             row[figure.title] = _mean(outcome, arm, figure, is_full)
-            row[heads[figure]] = _judged(outcome.to_baseline(arm.name, figure), figure)
+            row[heads[figure]] = _judged(outcome, (arm.name, baseline), figure)
         row["seeds"] = str(number) if is_full or number != len(size.seeds) else ""
+        row["primary"] = "primary" if outcome.study.primary == (arm.name, baseline) else ""
+        share = routed_share(arm, size)
+        row["routed"] = "" if share is None else f"{share:.0%}"
         row["the paper"] = arm.paper
         if is_full:
             own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))
@@ -186,9 +196,8 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
 
 def _pair(outcome: Outcome, first: str, second: str) -> Row:
     figures = [figure for figure in outcome.study.measure.figures if figure.sign]
-    found = {figure: outcome.difference(first, second, figure) for figure in figures}
-    cells = {figure.title: _judged(pair, figure) for figure, pair in found.items() if pair}
-    return {"": first, "compared with": second, **cells}
+    cells = {figure.title: _judged(outcome, (first, second), figure) for figure in figures}
+    return {"": first, "compared with": second, **{title: cell for title, cell in cells.items() if cell}}
 
 
 def _mean(outcome: Outcome, arm: Arm, figure: Figure, with_error: bool) -> str:
@@ -199,12 +208,18 @@ def _mean(outcome: Outcome, arm: Arm, figure: Figure, with_error: bool) -> str:
     return f"{mean(known):.{figure.decimals}f}{spread}"
 
 
-def _judged(found: Difference | None, figure: Figure) -> str:
-    """Write a difference, its interval, and "better" or "worse" if the interval allows it."""
+def _judged(outcome: Outcome, pair: tuple[str, str], figure: Figure) -> str:
+    """Write the difference of two arms, its interval, a corrected p-value, and "better" or "worse" if it is so."""
+    first, second = pair
+    found = None if first == second else outcome.difference(first, second, figure)
     if found is None:
         return ""
-    verdict = found.verdict(figure.sign) if figure.sign else ""
-    return f"{_interval(found, figure)}{f', {verdict}' if verdict in (BETTER, WORSE) else ''}"
+    text = _interval(found, figure)
+    corrected = outcome.corrected.get((first, second, figure.key))
+    if corrected is not None and found.seeds > 2:
+        text += f", p = {corrected:.3f}"
+    verdict = outcome.verdict(first, second, figure) if figure.sign else ""
+    return f"{text}, {verdict}" if verdict in (BETTER, WORSE) else text
 
 
 def _interval(found: Difference, figure: Figure) -> str:

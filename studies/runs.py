@@ -119,7 +119,7 @@ class Run:
     def can_start(self) -> bool:
         """Check that the trainings that it needs have ended."""
         needed = [use.training for use in self.training.uses]
-        needed += [training for arm in self.arms() for training in arm.beside]
+        needed += [training for arm in self.arms() for training in arm.others()]
         return all(self._of(training).is_trained() for training in needed)
 
     def results(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Run:
 
     def statement(self, arm: Arm) -> dict[str, Any]:
         """Collect everything that determines the figures of an arm, except seed and versions."""
-        beside = {training.name: self._of(training).stated() for training in arm.beside}
+        beside = {training.name: self._of(training).stated() for training in arm.others()}
         measure = " ".join([type(self._measure_of(arm)).__name__, *self._measure_of(arm).options])
         deployed = {"deployment": str(arm.deployment), "beside": beside, "measure": measure}
         return {"training": self.stated(), **deployed}
@@ -223,7 +223,7 @@ class Run:
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
         script = [str(self.place.scripts / "train.py")]
-        callbacks = [self.training.callback] if self.training.callback else []
+        callbacks = self.training.callback.split()
         if self.place.until < math.inf:
             callbacks.append(f"until={self.place.until}")
         if callbacks:

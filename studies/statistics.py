@@ -4,8 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import TypeVar
 
-from scipy.stats import sem, t
+from scipy.stats import sem, t, ttest_1samp
+
+Key = TypeVar("Key")
 
 CONFIDENCE = 0.95
 BETTER, WORSE = "better", "worse"
@@ -22,22 +25,25 @@ class Difference:
         low: lower end of the 95 % interval; minus infinity for a single seed.
         high: upper end.
         seeds: number of pairs.
+        p: two-sided p-value of Student's paired test; NaN for a single seed.
     """
 
     mean: float
     low: float
     high: float
     seeds: int
+    p: float
 
-    def verdict(self, sign: int) -> str:
-        """Judge the first arm by the interval: BETTER, WORSE, UNCLEAR or TOO_FEW.
+    def verdict(self, sign: int, p: float | None = None) -> str:
+        """Judge the first arm: BETTER, WORSE, UNCLEAR or TOO_FEW.
 
         Args:
             sign: 1 if more is better, -1 if less is.
+            p: a p-value that is corrected for the number of comparisons; by default the interval decides.
         """
         if self.seeds < 3:  # figures are rounded, so two may differ by the same and leave no interval
             return TOO_FEW
-        if self.low <= 0 <= self.high:
+        if self.low <= 0 <= self.high or (p is not None and p > 1 - CONFIDENCE):
             return UNCLEAR
         return BETTER if self.mean * sign > 0 else WORSE
 
@@ -53,7 +59,28 @@ def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Differenc
     if not differences:
         return None
     middle, half = mean(differences), half_width(differences)
-    return Difference(middle, middle - half, middle + half, len(differences))
+    return Difference(middle, middle - half, middle + half, len(differences), _p_value(differences))
+
+
+def _p_value(differences: Sequence[float]) -> float:
+    if len(differences) < 2:
+        return math.nan
+    if len(set(differences)) == 1:  # the test divides by their spread
+        return 0.0 if differences[0] else 1.0
+    return float(ttest_1samp(differences, 0).pvalue)
+
+
+def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
+    """Correct p-values for their number by Holm's method (1979), which limits the chance of any false verdict.
+
+    The smallest of n is multiplied by n, the next by n - 1, and so on; none gets below a smaller one's.
+    """
+    corrected: dict[Key, float] = {}
+    largest = 0.0
+    for rank, (key, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        corrected[key] = largest
+    return corrected
 
 
 def half_width(values: Sequence[float]) -> float:

@@ -41,8 +41,10 @@ class Training:
         options: options of train.py, added to the size's. ``{name}`` is the path of the use of that name.
         uses: results of other trainings of the same seed that it needs.
         images: key into the images of the size.
-        callback: ``name`` or ``name=value`` of :mod:`studies.callbacks`, for changes that train.py has no option for.
+        callback: ``name`` or ``name=value`` of :mod:`studies.callbacks`, for changes that train.py has no option for;
+            several are separated by spaces.
         draw: distinguishes trainings that differ by their random numbers only.
+        seeds: number of seeds, the first of the study's; by default all.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Training:
     images: str = "images"
     callback: str = ""
     draw: int = 0
+    seeds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,20 @@ class Arm:
         """List all trainings that it needs, each once and after those that it uses."""
         return list({training.name: training for training in _trainings(self)}.values())
 
+    def others(self) -> tuple[Training, ...]:
+        """List the trainings beside its own that it needs: of its ensemble, and of its deployment."""
+        return (*self.beside, *getattr(self.deployment, "others", ()))
+
 
 def _trainings(arm: Arm) -> Iterator[Training]:
-    for training in (*arm.beside, arm.training):
-        yield from _with_used(training)
+    for training in (*arm.others(), arm.training):
+        yield from with_used(training)
 
 
-def _with_used(training: Training) -> Iterator[Training]:
+def with_used(training: Training) -> Iterator[Training]:
+    """Yield the trainings whose results a training uses, then the training itself."""
     for use in training.uses:
-        yield from _with_used(use.training)
+        yield from with_used(use.training)
     yield training
 
 
@@ -155,6 +163,10 @@ class Size:
     def arm(self, name: str) -> Arm:
         """Look up an arm."""
         return next(arm for arm in self.arms if arm.name == name)
+
+    def seeds_of(self, training: Training) -> range:
+        """Select the seeds of a training."""
+        return self.seeds[: training.seeds]
 
     def compared(self) -> list[tuple[str, str]]:
         """List the pairs of arms that the findings are about."""
@@ -222,6 +234,10 @@ class Study:
         pairs: names of arms that are compared beside those of the findings, in the sizes that have both.
         interactions: names of two arms; the difference of the first to its baseline is compared with that of the second
             to its own.
+        primary: names of the two arms whose comparison by the first figure was stated as the primary one before the
+            runs. All other comparisons of the study are secondary: they are corrected by Holm's method. By default no
+            comparison is primary, and nothing is corrected.
+        stated: what was stated before the runs.
     """
 
     name: str
@@ -232,6 +248,8 @@ class Study:
     measure: Measure = field(default_factory=Validation)
     pairs: tuple[tuple[str, str], ...] = ()
     interactions: tuple[tuple[str, str], ...] = ()
+    primary: tuple[str, str] | None = None
+    stated: str = ""
 
 
 def slug(name: str) -> str:

@@ -3,9 +3,11 @@
 from ..study import Study
 from . import (
     ablations,
+    adamw,
     confirmation,
     ensembles,
     finetuning,
+    near,
     nearest,
     recipe,
     routers,
@@ -13,12 +15,30 @@ from . import (
     scratch,
     search,
     students,
+    twenty,
     vimoe,
     widenet,
 )
 
-_MODULES = (
-    *(scratch, search, confirmation, finetuning),
-    *(recipe, nearest, routers, routing, ablations, vimoe, widenet, students, ensembles),
-)
-STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        scratch.STUDY,
+        search.STUDY,
+        confirmation.STUDY,
+        finetuning.STUDY,
+        recipe.STUDY,
+        near.STUDY,
+        nearest.STUDY,
+        twenty.STUDY,
+        twenty.PILOT,
+        adamw.STUDY,
+        routers.STUDY,
+        routing.STUDY,
+        ablations.STUDY,
+        vimoe.STUDY,
+        widenet.STUDY,
+        students.STUDY,
+        ensembles.STUDY,
+    )
+}

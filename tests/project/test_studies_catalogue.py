@@ -19,9 +19,9 @@ from train_script import SCRIPTS, needs_scripts
 from studies import callbacks, candidates, corruptions, images
 from studies.catalogue import STUDIES
 from studies.deploy import Export
-from studies.latest_average import average
 from studies.runs import Place, Run
 from studies.study import Arm
+from studies.weight_average import main as write_average
 from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.analysis.data import image_folder
 from timm_moe.info import evaluation_cost, parameters, weightless_model
@@ -87,7 +87,8 @@ def test_what_a_study_states_can_be_run(folder):
             for training in size.trainings():
                 run = Run(study, size, training, 0, place)
                 assert run.progress() == 0
-                assert training.callback.partition("=")[0] in ("", *callbacks.CALLBACKS)
+                names = [callback.partition("=")[0] for callback in training.callback.split()]
+                assert set(names) <= set(callbacks.CALLBACKS)
                 assert run.stated()
                 used = {use.name: Path("used") for use in training.uses}
                 assert "{" not in " ".join(run._train_command(used))
@@ -195,9 +196,15 @@ def test_the_latest_average_is_the_mean(tmp_path):
             {"epoch": epoch, "state_dict": {"w": torch.tensor([float(epoch)])}},
             tmp_path / f"checkpoint-{epoch}.pth.tar",
         )
-    assert average(tmp_path, 2)["state_dict"]["w"].item() == 6
+
+    def mean_of(*sources):
+        write_average(str(tmp_path / "mean.pth.tar"), *sources)
+        return torch.load(tmp_path / "mean.pth.tar")["state_dict"]["w"].item()
+
+    assert mean_of(f"{tmp_path}:2") == 6
+    assert mean_of(str(tmp_path / "checkpoint-1.pth.tar"), str(tmp_path / "checkpoint-10.pth.tar")) == 5.5
     with pytest.raises(ValueError, match="holds 3 checkpoints of epochs, 4 are asked for"):
-        average(tmp_path, 4)
+        mean_of(f"{tmp_path}:4")
 
 
 def test_candidates_average_as_they_say():
@@ -220,6 +227,50 @@ def test_candidates_average_as_they_say():
     averaged = [step for step in range(1, 101) if candidates.cyclic(step / 100, 0.3)]
     assert len(averaged) in range(1, 12)
     assert averaged[-1] == 100
+
+
+def test_every_tenth_step_averages():
+    steps = range(1, candidates.UPDATES + 1)
+    averaged = [step for step in steps if candidates.every_ten(step / candidates.UPDATES, 0.1)]
+    assert averaged == list(range(10, candidates.UPDATES + 1, 10))
+
+
+def test_experts_drop_the_paths_of_an_image_by_their_own_rates():
+    model = timm.create_model("vit_tiny_ewa_moe", depth=2, embed_dim=24, num_heads=2, drop_path_rate=0.3).train()
+    layer, block = model.blocks[1].mlp, model.blocks[1]
+    assert block.drop_path2.drop_prob == pytest.approx(0.3)
+    candidates.drop_path_by_expert(model)
+    assert isinstance(block.drop_path2, torch.nn.Identity)
+    routings = []
+    layer.router.register_forward_hook(lambda router, inputs, routing: routings.append(routing))
+    x = torch.randn(4000, 4, 24)
+    torch.manual_seed(0)
+    dropped = layer(x)
+    kept_BN = dropped.abs().amax(2) > 0
+    expert_BN = routings[0].experts().view(4000, 4)
+    for expert, rate in enumerate((0.0, 0.2, 0.4, 0.6)):
+        assert 1 - kept_BN[expert_BN == expert].float().mean() == pytest.approx(rate, abs=0.03)
+    for expert in range(4):  # the rows of an image that one expert computes are kept or dropped together
+        is_own_BN = expert_BN == expert
+        number_B = (kept_BN & is_own_BN).sum(1)
+        assert ((number_B == 0) | (number_B == is_own_BN.sum(1))).all()
+    layer.eval()
+    assert torch.equal(layer(x[:2]), layer.run_mean(x[:2]))
+
+
+def test_a_held_rate_stays_where_it_is(monkeypatch):
+    monkeypatch.setattr(timm.scheduler, "create_scheduler_v2", timm.scheduler.create_scheduler_v2)
+    callbacks.hold_rate("0.75")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    stated = dict(sched="cosine", num_epochs=10, step_on_epochs=False, updates_per_epoch=10)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, **stated)
+    rates = []
+    for update in range(1, 101):
+        scheduler.step_update(num_updates=update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[73] > rates[74]
+    assert set(rates[74:]) == {rates[74]}
+    assert rates[74] == pytest.approx(0.1464, abs=1e-3)
 
 
 @given(images=st.integers(1, 13), rows=st.integers(1, 6), experts=st.integers(1, 5))

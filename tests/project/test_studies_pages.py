@@ -16,8 +16,9 @@ from studies.catalogue import STUDIES
 from studies.findings import problems
 from studies.measure import TOP1, Evaluation
 from studies.outcome import Outcome, costs_of_studies, ratio
+from studies.routed import routed_share
 from studies.runs import Place, Run
-from studies.statistics import TOO_FEW, UNCLEAR, half_width, paired
+from studies.statistics import BETTER, TOO_FEW, UNCLEAR, half_width, holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
 
 RESULTS = ROOT / "studies" / "results"
@@ -199,6 +200,38 @@ def test_a_difference_is_the_paired_interval():
     assert paired(first, {"0": 40.0, "1": 42.4, "2": 39.0}).verdict(1) == UNCLEAR
 
 
+def test_holms_correction_is_that_of_the_textbook():
+    """Values of statsmodels' multipletests(..., method="holm")."""
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02}
+    )
+    assert holm({}) == {}
+
+
+def test_only_secondary_comparisons_are_corrected():
+    arms = (Arm("dense", DENSE), Arm("EWA", EWA), Arm("other", replace(EWA, name="other")))
+    by_arm = {
+        "dense": [40.0, 41.0, 40.5, 40.2],
+        "EWA": [41.0, 41.9, 41.6, 41.0],
+        "other": [40.3, 41.8, 40.9, 40.5],
+    }
+    results = figures(**by_arm)
+    plain, stated = (
+        Outcome(small_study(*arms, pairs=(("other", "EWA"),), primary=primary), "small", results)
+        for primary in (None, ("EWA", "dense"))
+    )
+    top1 = plain.study.measure.figure("")
+    assert plain.verdict("other", "dense", top1) == BETTER
+    assert plain.corrected == {}
+    assert set(stated.corrected) == {("other", "dense", "top1"), ("other", "EWA", "top1")}
+    p = ttest_rel(by_arm["other"], by_arm["dense"]).pvalue
+    assert stated.corrected["other", "dense", "top1"] == pytest.approx(2 * p)
+    assert 0.025 < p < 0.05
+    assert stated.verdict("other", "dense", top1) == UNCLEAR
+    assert stated.verdict("EWA", "dense", top1) == BETTER
+    assert ", p = " in page.detailed(stated)
+
+
 def _without_images(stated):
     """A statement without the images and the device that a run was made with."""
     if isinstance(stated, dict):
@@ -219,10 +252,19 @@ def test_the_pages_follow_from_the_results():
         assert (ROOT / "docs" / name).read_text() == text
 
 
-def test_the_page_is_short():
-    words = [word for word in (ROOT / "docs" / "results.md").read_text().split() if word != "|"]
-    assert len(words) < 3000
-    assert all(len(size.findings) <= 3 for study in STUDIES.values() for size in study.sizes.values())
+def test_the_routed_share_counts_the_expert_layers_of_an_evaluation():
+    size = STUDIES["widenet"].sizes["small"]
+    shares = {arm.name: routed_share(arm, size) for arm in size.arms}
+    shared_by_all_blocks = shares["WideNet, 2 of 4 experts"]
+    assert 0.5 < shared_by_all_blocks < 0.9
+    recipe = STUDIES["recipe"].sizes["small"]
+    assert routed_share(recipe.arm("dense, strong"), recipe) is None
+    assert routed_share(recipe.arm("EWA, linear, strong"), recipe) is None  # one network is deployed
+    top_2 = routed_share(recipe.arm("V-MoE, top-2, strong"), recipe)
+    # 17 tokens, 6 blocks 96 wide, 2 of them with 8 experts 144 wide of which a token takes 2
+    dense, experts, attention = 17 * 2 * 96 * 144, 17 * (2 * 2 * 96 * 144 + 8 * 96), 17 * 4 * 96**2 + 2 * 17 * 17 * 96
+    patches, head = 16 * 3 * 64 * 96, 1000 * 96
+    assert top_2 == pytest.approx(2 * experts / (6 * attention + 4 * dense + 2 * experts + patches + head), rel=1e-6)
 
 
 @pytest.mark.parametrize(("seeds", "label"), [(1, "top-1 %, difference from dense, one seed"), (3, "95 % interval")])

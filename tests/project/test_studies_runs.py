@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from common import ROOT
+from safetensors.torch import load_file
 from tiny_study import DENSE, EWA, make_runs, small_study
 from train_script import needs_scripts
 
 from studies import corruptions, page, results
-from studies.deploy import Export
+from studies.deploy import Export, ExportOfCandidate, Soup
 from studies.measure import Corruptions, Evaluation
 from studies.outcome import Outcome
 from studies.runs import Run, write_json
@@ -59,6 +60,36 @@ def test_a_run_that_evaluates_on_its_way_has_a_curve_and_corrupted_images(folder
     assert figures["top1"] == pytest.approx(curve[-1]["eval_top1"])
     of_each = [figures[f"top1, {name}"] for name in corruptions.CORRUPTIONS]
     assert figures["corrupted_top1"] == pytest.approx(sum(of_each) / len(of_each))
+
+
+@pytest.mark.ci
+@needs_scripts
+def test_routers_of_the_studies_and_soups_are_trained_and_exported(folder):
+    of_images = Training(
+        "ewa-images",
+        "ewa",
+        ("share_rate=0.1", "router=image_partition"),
+        callback="candidate_routers every_ten drop_path_by_expert plain_attention hold_rate=0.5",
+    )
+    again = Training("dense-1", "dense", draw=1)
+    study = small_study(
+        Arm("dense", DENSE),
+        Arm("soup", DENSE, Soup((again,))),
+        Arm("EWA of images", of_images, ExportOfCandidate()),
+        measure=Evaluation(),
+    )
+    assert work_off(make_runs(study, folder), 2, id) == []
+    root = folder / "runs"
+    trained = [
+        torch.load(root / name / "0" / "train" / "last.pth.tar", weights_only=False)["state_dict"]
+        for name in ("dense", "dense-1")
+    ]
+    soup = load_file(root / "dense" / "0" / "soup" / "model.safetensors")
+    for name, weight in soup.items():
+        torch.testing.assert_close(weight, (trained[0][name] + trained[1][name]) / 2)
+    args = (root / "ewa-images" / "0" / "train" / "args.yaml").read_text()
+    assert "router: image_partition" in args
+    assert (root / "ewa-images" / "0" / "ewa-of-images" / "model.safetensors").exists()
 
 
 @pytest.mark.ci
