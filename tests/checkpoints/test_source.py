@@ -201,7 +201,8 @@ def test_ema_weights_of_what_has_none_are_told(ewa_vit, folder, caplog):
 
 def test_the_older_layout_of_a_config(ewa_vit, folder):
     def flatten(config):
-        config.update(config.pop("pretrained_cfg"), labels=["a", "b", "c", "d", "e"], mean=[0.1, 0.2, 0.3])
+        cfg = {**config.pop("pretrained_cfg"), "num_classes": config["num_classes"]}
+        config.update(cfg, labels=["a", "b", "c", "d", "e"], mean=[0.1, 0.2, 0.3])
 
     edit(folder, flatten)
     model = load_source(folder)
