@@ -36,6 +36,8 @@ PLAN = {
         if mode == "eager" or allocator == "neutral"
     ],
     "steps": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
+    "modes": [{}],
+    "host": [dict(dtype=dtype) for dtype in ("float32", "bfloat16")],
     "averaging": [dict(allocator=allocator) for allocator in ("neutral", "default")],
     "evaluation": [
         dict(dtype=dtype, mode=mode, allocator="neutral", rounds=9)
@@ -52,8 +54,8 @@ PLAN = {
     "imports": [{}],
     "exporting": [dict(rounds=5)],
 }
-#: Suites of one device: two use no GPU, and the papers' sizes are too large for a CPU.
-DEVICES = {"imports": "cpu", "exporting": "cpu", "papers": "cuda"}
+#: Suites of one device: three use no GPU; two are too large for a CPU.
+DEVICES = {"host": "cpu", "modes": "cuda", "imports": "cpu", "exporting": "cpu", "papers": "cuda"}
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
 CHOICES = {"dtype": ("float32", "bfloat16"), "mode": ("eager", "compiled"), "allocator": ("neutral", "default")}

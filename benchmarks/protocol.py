@@ -29,7 +29,7 @@ class Setting:
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast.
-        mode: ``"eager"`` or ``"compiled"``.
+        mode: ``"eager"``, ``"compiled"``, or ``"reduce-overhead"``, compiled into CUDA graphs on a GPU.
         allocator: ``"default"``, or ``"neutral"``, in which glibc's malloc keeps large blocks.
         rounds: rounds of each contest.
     """
@@ -44,9 +44,11 @@ class Setting:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Move a module to the device, and compile it in compiled mode."""
+        """Move a module to the device, and compile it unless the mode is eager."""
         module = module.to(self.device)
-        return torch.compile(module) if self.mode == "compiled" else module
+        if self.mode == "eager":
+            return module
+        return torch.compile(module, mode=None if self.mode == "compiled" else self.mode)
 
     def pick(self, cpu: int, cuda: int) -> int:
         """Pick a size for the device."""
@@ -139,15 +141,16 @@ def _rounds(name: str, works: Mapping[str, Work], repeats: int, setting: Setting
 def _seconds(work: Work, repeats: int, setting: Setting) -> float:
     """Time one repetition: CPU time on CPUs, which other processes disturb less, otherwise wall time."""
     clock = time.process_time if setting.device == "cpu" else time.perf_counter
-    _synchronize(setting)
+    synchronize(setting)
     start = clock()
     for _ in range(repeats):
         work()
-    _synchronize(setting)
+    synchronize(setting)
     return (clock() - start) / repeats
 
 
-def _synchronize(setting: Setting) -> None:
+def synchronize(setting: Setting) -> None:
+    """Wait for a GPU."""
     if setting.device == "cuda":
         torch.cuda.synchronize()
 
@@ -174,6 +177,8 @@ def cpu_name() -> str:
     stated = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = stated.get("model name", platform.processor() or platform.machine())
     name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", "", name)
+    if stated.get("vendor_id") == "AuthenticAMD":  # virtual machines may hide the model
+        name += f" family {stated.get('cpu family')}"
     flags = stated.get("flags", "").split()
     widest = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), "")
     return " ".join([*name.split(), *([f"({widest})"] if widest else [])])

@@ -78,6 +78,18 @@ TARGETS = [
         "V-MoE",
         {"cpu": 1.15},
     ),
+    *(
+        Target(f"{what} of a {whole}, {entry}", f"host {dtype}", f"{what} of a {whole}", entry, {"cpu": bound})
+        for what, whole, dtype, bounds in (
+            (
+                *("kernels", "layer", "float32"),
+                {"EWA": 1.6, "top-1": 5, "top-2": 5.6, "V-MoE": 9, "Expert Choice": 4, "pBE": 5.6},
+            ),
+            ("host time", "layer", "bfloat16", {"EWA": 1.5, "top-1": 2.6}),
+            ("host time", "step", "bfloat16", {"EWA": 1.12, "naive MoE, top-1": 1.3}),
+        )
+        for entry, bound in bounds.items()
+    ),
     Target("routed layer, top-1 of 64", "scaling eager neutral", "64 experts", "top-1", {"cpu": 1.15}),
     Target("routed layer, top-1 of 8, 64 rows", "scaling eager neutral", "64 rows", "top-1", {"cpu": 2.5}),
     Target("averaging 4 experts / memcpy", "averaging neutral", "averaging, 4", "averaging", {"cpu": 1.6, "cuda": 1.6}),

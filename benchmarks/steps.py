@@ -46,19 +46,23 @@ def contenders(dense: str, prefix: str) -> dict[str, Make]:
     }
 
 
-def step(make: Make, batch: int, fused: bool, setting: Setting) -> Work:
+def step(make: Make, batch: int, fused: bool, setting: Setting, classes: int = CLASSES) -> Work:
     model = make().to(setting.device).train()
+    layers = list(timm_moe.moe_layers(model).values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=fused)
-    if any(layer.share_rate for layer in timm_moe.moe_layers(model).values()):
+    if any(layer.share_rate for layer in layers):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=10_000)
     images = torch.randn(batch, *model.pretrained_cfg["input_size"], device=setting.device)
-    targets = torch.randint(CLASSES, (batch,), device=setting.device)
+    targets = torch.randint(classes, (batch,), device=setting.device)
     criterion = nn.CrossEntropyLoss()
     forward = setting.prepare(model)
 
     def work() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         with setting.autocast():
-            loss = criterion(forward(images), targets) + timm_moe.auxiliary_loss(model)
+            loss = criterion(forward(images), targets)
+        if layers:
+            loss = loss + timm_moe.auxiliary_loss(model)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

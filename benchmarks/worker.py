@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def main(suite: str, options: str, file: str, until: str = "") -> None:
     result = begin(suite, stated, path)
     if not until:
         result["rows"] = []
+    failed: list[str] = []
     known = {row["contest"] for row in result["rows"]}
     result["whole"] = False
     for found in importlib.import_module(f"benchmarks.{suite}").measure(setting):
@@ -33,12 +35,20 @@ def main(suite: str, options: str, file: str, until: str = "") -> None:
                 continue
             if until and time.time() > float(until):
                 return
-        for row in run(found, setting) if isinstance(found, Contest) else [found]:
+        try:
+            rows = run(found, setting) if isinstance(found, Contest) else [found]
+        except Exception:  # the others do not depend on it
+            traceback.print_exc()
+            failed.append(found.name)
+            continue
+        for row in rows:
             others = [old for old in result["rows"] if (old["contest"], old["entry"]) != (row.contest, row.entry)]
             result["rows"] = [*others, dataclasses.asdict(row)]
             _store(suite, stated, path, result)
             print(f"  {_line(row)}", file=sys.stderr, flush=True)
-    _store(suite, stated, path, {**result, "whole": True})
+    _store(suite, stated, path, {**result, "whole": not failed})
+    if failed:
+        sys.exit(f"Not measured, see above: {', '.join(failed)}.")
 
 
 def begin(suite: str, stated: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A small model of each timm family that has EWA forms."""
 
+import timm
+
 #: One architecture of each family, with arguments that make it as small as the family allows.
 SMALL = {
     "beit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
@@ -41,9 +43,11 @@ SMALL = {
     "twins_svt_small": dict(img_size=64, embed_dims=(16, 16, 16, 16), num_heads=(2, 2, 2, 2), depths=(1, 1, 1, 1)),
     "test_vit": dict(img_size=32),
     "vit_tiny_r_s16_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
-    "test_vit_relpos": dict(img_size=32),
+    "vit_relpos_small_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
     "samvit_base_patch16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2, global_attn_indexes=(1,)),
     "vitamin_small_224": dict(img_size=64, embed_dim=384, depth=2),
     "volo_d1_224": dict(img_size=64),
     "xcit_nano_12_p8_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=2),
 }
+#: Older versions of timm have fewer families.
+SMALL = {name: options for name, options in SMALL.items() if timm.is_model(name)}

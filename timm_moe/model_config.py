@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import timm.models
+from timm import models
 from timm.data import resolve_data_config
 from torch import nn
 
@@ -108,8 +108,36 @@ def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:
     model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]
 
 
+def records_arguments() -> bool:
+    """Tell if timm records the arguments of a model, and writes them when it saves one: since 1.0.31."""
+    return hasattr(models, "get_model_args")
+
+
+def untold_args(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of a model that timm's ``save_for_hf`` must be told: none, or all but drop rates."""
+    if records_arguments():
+        return {}
+    args: dict[str, Any] = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
+    others = ("device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate")
+    return {name: value for name, value in args.items() if name not in others and not name.endswith("_drop_rate")}
+
+
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
     """Return (channels, height, width) of the images that a timm model takes, regardless of its pretrained config."""
-    current = timm.models.get_model_input_config(model)
-    channels, *current_size = current["input_size"]
-    return (channels, *(current_size if current["fixed_input_size"] else get_pretrained_cfg(model)["input_size"][1:]))
+    cfg = get_pretrained_cfg(model)
+    if records_arguments():
+        current = models.get_model_input_config(model)
+        channels, *current_size = current["input_size"]
+        return (channels, *(current_size if current["fixed_input_size"] else cfg["input_size"][1:]))
+    channels, *size = cfg["input_size"]
+    channels = getattr(model, "in_chans", None) or getattr(model, "_model_args", {}).get("in_chans", channels)
+    return (channels, *(_built_size(model) or size))
+
+
+def _built_size(model: Any) -> tuple[int, int] | None:
+    """Return the (height, width) that a model is built for, before timm 1.0.31; None if it takes any or states none."""
+    if getattr(model, "dynamic_img_size", False):
+        return None
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    size = size or getattr(model, "_model_args", {}).get("img_size")
+    return (size, size) if isinstance(size, int) else size

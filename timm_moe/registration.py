@@ -7,10 +7,10 @@ timm, has begun to import the package.
 import timm
 
 try:
-    from timm.models import get_model_args  # noqa: F401  (the newest of timm's functions that are used)
+    from timm.task import TokenDistillationTask  # noqa: F401  (the newest part of timm that is needed)
 except ImportError as error:
     raise ImportError(
-        f"timm_moe needs timm 1.0.31 or newer, this is timm {timm.__version__}: pip install -U timm."
+        f"timm_moe needs timm 1.0.28 or newer, this is timm {timm.__version__}: pip install -U timm."
     ) from error
 
 from .integrations import timm as timm_hooks

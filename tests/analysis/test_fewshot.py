@@ -183,7 +183,7 @@ def test_a_member_counts_by_what_it_says_of_images_left_out(tmp_path):
 
 def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    timm.models.save_for_hf(model, str(tmp_path / "model"), safe_serialization=True)
+    timm.models.save_for_hf(model, str(tmp_path / "model"), model_args=SMALL_VIT, safe_serialization=True)
     options = ["--split", "test", "--shots", "1", "2", "--draws", "2", "-j", "0", "--json", str(tmp_path / "out.json")]
     folders = ["--data-dir", str(colours), str(colours)]
     assert main(["fewshot", str(tmp_path / "model"), *folders, *options]) == 0
@@ -196,7 +196,7 @@ def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
 
 def test_the_seed_repeats_the_draws(colours, tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    timm.models.save_for_hf(model, str(tmp_path / "model"), safe_serialization=True)
+    timm.models.save_for_hf(model, str(tmp_path / "model"), model_args=SMALL_VIT, safe_serialization=True)
     options = ["--data-dir", str(colours), "--split", "test", "--shots", "1", "--draws", "3", "-j", "0", "--overwrite"]
     results = []
     for seed in ("1", "1", "2"):

@@ -11,7 +11,7 @@ from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, SPEC, edit, save_as_tra
 from families import SMALL
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from timm.models import resolve_model_input_args, save_for_hf
+from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe.checkpoints import source as source_module
@@ -201,7 +201,8 @@ def test_ema_weights_of_what_has_none_are_told(ewa_vit, folder, caplog):
 
 def test_the_older_layout_of_a_config(ewa_vit, folder):
     def flatten(config):
-        config.update(config.pop("pretrained_cfg"), labels=["a", "b", "c", "d", "e"], mean=[0.1, 0.2, 0.3])
+        cfg = {**config.pop("pretrained_cfg"), "num_classes": config["num_classes"]}
+        config.update(cfg, labels=["a", "b", "c", "d", "e"], mean=[0.1, 0.2, 0.3])
 
     edit(folder, flatten)
     model = load_source(folder)
@@ -224,7 +225,10 @@ def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, state
     if "swin" in model:
         options = dict(SMALL["swin_tiny_patch4_window7_224"])
         options.pop("img_size", None)
-    created = timm.create_model(**resolve_model_input_args(model, stated, num_classes=5, **options))
+    if not hasattr(timm.models, "resolve_model_input_args"):
+        pytest.skip(f"train.py of timm {timm.__version__} gives no model its image size")
+    args = timm.models.resolve_model_input_args(model, stated, num_classes=5, **options)
+    created = timm.create_model(**args)
     file = save_as_train_py(tmp_path / "a.pth", created, model, model_kwargs=options, **stated)
     loaded = load_source(file)
     assert same(loaded, created)

@@ -29,7 +29,8 @@ def test_an_exported_model_in_onnxruntime(name, options, images, tmp_path):
     model = timm.create_model(name, **options).eval()
     timm_moe.export_dense(model, tmp_path / "dense")
     dense = timm.create_model(f"local-dir:{tmp_path}/dense", pretrained=True, exportable=True)
-    onnx_export(dense, str(tmp_path / "dense.onnx"), check_forward=True, batch_size=2)
+    size = (3, 32, 32)  # the list in a config.json would do for timm 1.0.31
+    onnx_export(dense, str(tmp_path / "dense.onnx"), check_forward=True, batch_size=2, input_size=size)
     with torch.no_grad():
         for batch in (images, images[:1]):
             actual = torch.from_numpy(onnx_forward(str(tmp_path / "dense.onnx"), batch))

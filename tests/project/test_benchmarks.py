@@ -1,18 +1,22 @@
 """The benchmarks' protocol, every contest once on little data, and the report."""
 
 import dataclasses
+import itertools
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import benchmarks.layers
 import benchmarks.peers
-from benchmarks import averaging, evaluation, papers, protocol, report, scaling, steps, worker
+from benchmarks import averaging, evaluation, host, modes, papers, protocol, report, scaling, steps, worker
 from benchmarks.__main__ import FOLDER, main
 from benchmarks.peers import Size
 from benchmarks.protocol import Contest, Row, Setting, run
+from timm_moe.layers import EwaMlp
 
 SHORT = Setting(rounds=2)
 
@@ -96,6 +100,65 @@ def test_a_command_that_measures_nothing_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "no suite has these settings on this device" in capsys.readouterr().err
+
+
+def test_a_suite_goes_on_after_a_contest_that_fails(clock, monkeypatch, tmp_path):
+    def measure(setting):
+        yield Contest("first", {"dense": lambda: 1 / 0})
+        yield Contest("second", {"dense": _taking(1.0, clock)})
+
+    monkeypatch.setitem(sys.modules, "benchmarks.tiny", SimpleNamespace(measure=measure))
+    with pytest.raises(SystemExit, match="Not measured, see above: first"):
+        worker.main("tiny", json.dumps({"rounds": 2}), str(tmp_path / "cpu.json"))
+    kept = worker.begin("tiny", {"rounds": 2}, tmp_path / "cpu.json")
+    assert ([row["contest"] for row in kept["rows"]], kept["whole"]) == (["second"], False)
+
+
+def test_kernels_of_a_dense_layer_are_counted():
+    """Forward: two products with their biases, GELU. Backward: two products and a sum for each layer, GELU."""
+    (row,) = host.counted("kernels", {"dense": lambda: host.pass_of(host.mlp, SHORT)})
+    assert row.value == (2 + 1) + (2 * 3 + 1)
+    with host.Kernels() as kernels:
+        x = torch.empty(4, 2).view(2, 4).t().detach()
+        assert kernels.number == 0
+        x.clone().add_(1)
+    assert kernels.number == 2
+
+
+def test_what_is_counted_has_the_form_of_a_gpu():
+    """There each expert has equally many slots, and one product serves all."""
+    partition, x = EwaMlp(host.mlp(), 4).router, torch.randn(16, host.WIDTH)
+    with host.form_of_a_gpu():
+        assert partition(x).capacity == 4
+    assert partition(x).capacity is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layer_of_the_host_suite_is_counted_and_times_its_work(monkeypatch, dtype):
+    monkeypatch.setattr(host, "models", dict)  # they are in the longer tests
+    rows, contests = [], []
+    for found in host.measure(Setting(dtype=dtype)):
+        (contests if isinstance(found, Contest) else rows).append(found)
+    assert [row.entry for row in rows] == list(host.layers())
+    dense, *others = rows
+    assert (dense.ratio, dense.unit) == (1, "kernels")
+    assert all(row.ratio > 1 for row in others)
+    assert list(contests[0].entries) == list(host.layers())
+
+
+@pytest.mark.ci
+def test_steps_of_the_host_suite_and_of_all_modes_run():
+    with host.form_of_a_gpu():
+        dense, ewa, routed = (row.value for row in _counted_steps())
+    assert dense < ewa < routed
+    for contest in itertools.islice(modes.measure(SHORT), 1):
+        for make in contest.entries.values():
+            make()()
+    assert [name for name, *_ in modes.models(Setting(device="cuda"))] == ["ViT-S/16", "ViT-B/16"]
+
+
+def _counted_steps():
+    return host.counted("step", {name: partial(host.step_of, make, SHORT) for name, make in host.models().items()})
 
 
 @pytest.mark.ci

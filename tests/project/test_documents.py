@@ -69,6 +69,7 @@ NOT_RUN = {
     "mypy": "a part of .ci/run",
     ".ci/run": "runs this file too",
     "python tests/timm_models.py": "timm's tests, a part of .ci/run",
+    "python -m benchmarks.programme": "takes a GPU: tests/project/test_programme.py",
     "python -m studies": "trains for days: tests/project/test_studies_runs.py",
     "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
 }

@@ -14,7 +14,7 @@ from timm_moe.convert.gather import METHODS
 PACKAGE = ROOT / "timm_moe"
 #: The map, from the ground to the roof. A room is a folder or a single module; it imports from floors below its own.
 FLOORS = (
-    ("layers", "files", "console", "model_config", "schedules", "colours", "quick_init"),
+    ("layers", "files", "console", "model_config", "schedules", "colours", "quick_init", "timm_classes"),
     ("convert",),
     ("training", "info"),
     ("integrations",),

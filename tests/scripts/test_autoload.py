@@ -230,17 +230,17 @@ assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Imp
     assert done.returncode == 0, done.stderr
 
 
-#: As timm 1.0.30, which does not record the arguments of a model.
+#: As a timm that is too old to have a task that is wrapped.
 OLD_TIMM = """
 import importlib.abc, sys
 from importlib.machinery import PathFinder
 class Older(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != "timm.models":
+        if fullname != "timm.task":
             return None
         spec = PathFinder.find_spec(fullname, path)
         run = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (run(module), delattr(module, "get_model_args"))
+        spec.loader.exec_module = lambda module: (run(module), delattr(module, "TokenDistillationTask"))
         return spec
 sys.meta_path.insert(sys.meta_path.index(PathFinder), Older())
 """
@@ -274,7 +274,7 @@ def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
     start = run if switch == "1" else partial(run_anew, TIMM_MOE_AUTOLOAD="0")
     done = start(OLD_TIMM + "import timm\n" + UNTOUCHED + attempts + UNTOUCHED)
     assert done.returncode == 0, done.stderr
-    sentence = f"timm_moe needs timm 1.0.31 or newer, this is timm {timm.__version__}: pip install -U timm."
+    sentence = f"timm_moe needs timm 1.0.28 or newer, this is timm {timm.__version__}: pip install -U timm."
     assert done.stdout == f"{sentence}\n" * 2
     told = f"timm_moe could not be loaded, its models are missing: ImportError: {sentence}"
     assert done.stderr.count(told) == int(switch)

@@ -16,7 +16,7 @@ from common import ROOT, write_images
 from processes import HUB_CACHE, run_script
 from safetensors.torch import save_file
 from timm.models import save_for_hf
-from train_script import SCRIPTS, needs_scripts, script, summary, train, validate
+from train_script import SCRIPTS, WORKERS, needs_scripts, script, summary, train, validate
 
 import timm_moe
 from timm_moe.analysis import data
@@ -144,7 +144,7 @@ def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
     (repo / "refs" / "main").write_text("0" * 40)
     save_file(timm.create_model(f"vit_{size}_patch16_224").state_dict(), snapshot / "model.safetensors")
     images = write_images(tmp_path / "images", {"train": 1, "validation": 1})
-    short = ("--epochs", 1, "-b", 3, "-j", 0, "--device", "cpu")
+    short = ("--epochs", 1, "-b", 3, "-j", WORKERS, "--device", "cpu")
     model = f"vit_{size}_ewa_moe"
     log = script("train.py", tmp_path, "--model", model, "--data-dir", images, "--pretrained", *short)
     assert "Loading pretrained weights from Hugging Face hub" in log
@@ -293,6 +293,8 @@ def test_options_of_train_py_with_an_ensemble(images, tmp_path, options):
 
 
 def test_an_ensemble_is_no_student(images, tmp_path, teacher):
+    if "DistillationTeacher(" in Path(SCRIPTS, "train.py").read_text() and timm.__version__ != "1.0.23":
+        pytest.skip("this train.py makes a teacher as timm 1.0.23 does")
     with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
         train(tmp_path, images, *family("vmoe_pbe_s32"), *teacher, epochs=1)
 
@@ -323,7 +325,7 @@ def test_validate_says_that_routers_are_untrained(images, tmp_path):
     torch.save(timm.create_model("vit_xtiny", num_classes=3, **SMALL).state_dict(), tmp_path / "dense.pth")
     files = ("--data-dir", images, "--split", "test", "--checkpoint", tmp_path / "dense.pth")
     for options in (ROUTED, XTINY):
-        log = script("validate.py", tmp_path, *options, *files, "-b", 12, "-j", 0, "--device", "cpu")
+        log = script("validate.py", tmp_path, *options, *files, "-b", 12, "-j", WORKERS, "--device", "cpu")
         assert log.count("the routers untrained") == (options is ROUTED)
 
 
@@ -353,7 +355,7 @@ def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
     """Run train.py and timm-moe as they are with examples/own_router.py."""
     example = ROOT / "examples/own_router.py"
     options = ("--model-kwargs", "router=norm", "per_image=True", "embed_dim=48", "depth=4")
-    data = ("--data-dir", images, "-b", 12, "-j", 0, "--device", "cpu")
+    data = ("--data-dir", images, "-b", 12, "-j", WORKERS, "--device", "cpu")
     done = run_script(
         *(example, Path(SCRIPTS, "train.py"), "--model", "vit_xtiny_ewa_moe", "--num-classes", 3, *data),
         *("--val-split", "test", "--epochs", 1, "--warmup-epochs", 0, "--opt", "adamw", "--lr", "2e-3"),

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm import models
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..convert.blocks import moe_layers
 from ..layers import MoeMlp, Routing
+from ..timm_classes import is_from
 from .data import Inference, batches, class_names, in_eval_mode
 from .rows import Rows
 from .segmentation import MaskedImages, majority_labels
@@ -28,13 +28,13 @@ from .segmentation import MaskedImages, majority_labels
 SHUFFLES = 10
 #: Entries that are summed at once, in double precision.
 _AT_ONCE = 2**14
-#: Models whose patches are not in the order of an image's rows: sorted by units of Hiera's masks, by NesT's blocks.
-OTHER_ORDER = (models.Hiera, models.Nest)
+#: Modules of timm whose models have patches in another order than an image's rows: by units of masks, by blocks.
+OTHER_ORDER = ("hiera", "nest")
 
 
 def patch_grid(model: Any, x: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
     """Find the rows and columns of the patches of an image of a size, (height, width), in the input of a layer."""
-    if isinstance(model, OTHER_ORDER):
+    if is_from(model, *OTHER_ORDER):
         return None
     if x.ndim == 4:  # (B, H, W, D)
         return (x.shape[1], x.shape[2])

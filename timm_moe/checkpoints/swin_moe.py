@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.swin_moe import VARIANTS
 from .source import read_checkpoint
 from .vmoe import ImportedModel, require_finite, require_fit, require_output, write_imported
 
@@ -85,6 +84,8 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     gates = {blocks.index((int(match[1]), int(match[2]))): num_experts for match, num_experts in _gates(rest)}
     if gates:
         is_cosine = any(name.endswith("sim_matrix") for name in rest)
+        from ..models.swin_moe import VARIANTS  # which not every timm has the model for
+
         routing = dict(num_experts=max(gates.values()), score="cosine" if is_cosine else "softmax")
         variants = {name: variant.args for name, variant in VARIANTS.items() if f"_{known or 'small'}_" in name}
         name = next((name for name, args in variants.items() if routing.items() <= args.items()), next(iter(variants)))

@@ -5,19 +5,20 @@ import copy
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
-from timm.models.gemma4_vit import Gemma4GatedMlp
-from timm.models.tiny_vit import NormMlp
-from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..layers import Experts
+from ..timm_classes import timm_classes
 from .split import ResidualFfn, SplitFfn
 
 #: timm's feed-forward networks, which are known to treat rows independently.
-FFN_CLASSES: tuple[type, ...] = (Mlp, GluMlp, SwiGLU, NormMlp, GeGluMlp, Gemma4GatedMlp)
+FFN_CLASSES: tuple[type, ...] = (
+    *(Mlp, GluMlp, SwiGLU),
+    *timm_classes("tiny_vit.NormMlp", "vitamin.GeGluMlp", "gemma4_vit.Gemma4GatedMlp"),
+)
 
 #: Beginnings of the names of classes that treat rows independently in both modes.
 _KNOWN = (

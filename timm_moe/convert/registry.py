@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from timm import models
 from torch import nn
 
 from ..layers import (
@@ -27,14 +26,15 @@ from ..layers import (
     TopKRouter,
 )
 from ..layers.checks import check_choice, check_flag, check_integer, check_number
+from ..timm_classes import timm_classes
 
 #: Maps the width D of the rows and the number of experts E to a router.
 MakeRouter = Callable[[int, int], Router]
 
 #: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their last blocks).
-CLASS_TOKEN_FIRST: tuple[type, ...] = (
-    *(models.VisionTransformer, models.VisionTransformerRelPos, models.Beit, models.Eva),
-    *(models.PoolingVisionTransformer, models.MultiScaleVit),
+CLASS_TOKEN_FIRST = timm_classes(
+    *("vision_transformer.VisionTransformer", "vision_transformer_relpos.VisionTransformerRelPos"),
+    *("beit.Beit", "eva.Eva", "pit.PoolingVisionTransformer", "mvitv2.MultiScaleVit"),
 )
 
 

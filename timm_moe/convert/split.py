@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.models.tnt import Block as TntBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..timm_classes import is_from
 
 
 def has_tokens_first(block: nn.Module) -> bool:
@@ -20,7 +21,7 @@ def has_images_first(model: nn.Module, path: str) -> bool:
     outer = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
     # Each position in MobileViT's patches (of timm, of transformers), and each patch of TNT, is an entry of the batch.
     parts = any(type(module).__name__ in ("MobileVitBlock", "MobileViTLayer") for module in outer)
-    return not (parts or has_tokens_first(outer[-1]) or (isinstance(outer[-1], TntBlock) and names[-1] == "mlp_in"))
+    return not (parts or has_tokens_first(outer[-1]) or (is_from(outer[-1], "tnt") and names[-1] == "mlp_in"))
 
 
 class Function(nn.Module):

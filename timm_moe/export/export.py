@@ -13,7 +13,7 @@ from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
-from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+from ..model_config import get_pretrained_cfg, model_input_size, records_arguments, set_pretrained_cfg
 from .formats import (
     FILES,
     Format,
@@ -215,6 +215,8 @@ def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bo
     license = settings.license or (cfg.get("license") if keep_license else None)
     stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
     kept = {name: value for name, value in cfg.items() if name not in stale}
+    if not records_arguments():  # nor does timm then write what the model has become
+        kept |= {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
     set_pretrained_cfg(model, {**kept, **({"license": license} if license else {})})
     return labels
 

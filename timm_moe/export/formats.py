@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ..checkpoints.source import first_problem
-from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg, untold_args
 from ..quick_init import quick_init
 from .history import ENTRY, digest
 
@@ -39,7 +39,7 @@ class TimmFormat:
     library = "timm"
 
     def write(self, folder: Path) -> None:
-        stated: Any = dict(model_config=self.entries, model_args=self.model_args)
+        stated: Any = dict(model_config=self.entries, model_args={**untold_args(self.model), **self.model_args})
         try:
             with self.model.register_state_dict_post_hook(_separate):
                 save_for_hf(self.model, str(folder), **stated, safe_serialization=True)

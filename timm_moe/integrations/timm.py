@@ -1,6 +1,7 @@
 """Hooks in timm, for its unmodified train.py: the only module that changes objects of timm.
 
 ========================  =====================================================================================
+``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
 ``create_optimizer_v2``   names the stacked biases, which timm would take for matrices; a model may scale its rates
 ``create_scheduler_v2``   knows optimizer, epochs and updates per epoch: the optimizer gets its averaging
 ``Scheduler.step``        says where a resumed run starts, and ends an epoch of routing statistics
@@ -16,6 +17,7 @@ Every optimizer step is preceded by the ``before_step`` functions of :mod:`timm_
 import functools
 import inspect
 import itertools
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import timm
+from timm.models import create_model, load_model_config_from_hf, parse_model_name
 from timm.optim import create_optimizer_v2
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -42,6 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..convert.blocks import expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
+from ..model_config import records_arguments
 from ..training import averaging, epoch_log, router_losses
 from ..training.averaging import ExpertWeightAveraging
 from ..training.optimizers import is_first_time, is_primary, layers_of_trained_experts
@@ -229,6 +233,21 @@ def _with_member_loss(init: Any) -> Any:
 # --- models
 
 
+@functools.wraps(create_model)
+def _create_model(model_name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    model = create_model(model_name, *args, **kwargs)
+    arguments = inspect.signature(create_model).bind(model_name, *args, **kwargs).arguments
+    source, location = parse_model_name(model_name)
+    saved: dict[str, Any] = {}
+    if source == "hf-hub":
+        saved = load_model_config_from_hf(location, cache_dir=arguments.get("cache_dir"))[2]
+    elif source == "local-dir":
+        saved = json.loads(Path(location, "config.json").read_text()).get("model_args", {})
+    given = {name: value for name, value in arguments.get("kwargs", {}).items() if value is not None}
+    model._model_args = {**saved, **given}  # type: ignore[assignment]
+    return model
+
+
 def build_instead(
     entrypoint: Callable[..., nn.Module],
     class_instead: Callable[[type[nn.Module]], type[nn.Module]],
@@ -279,6 +298,8 @@ def add_module(module: ModuleType) -> None:
 def wrap_functions() -> None:
     """Wrap timm's functions wherever they are, also in a script that already imported them."""
     wrappers: list[Any] = [_create_optimizer_v2, _create_scheduler_v2, _adaptive_clip_grad, _update_summary]
+    if not records_arguments():
+        wrappers.append(_create_model)
     others = [module for name, module in list(sys.modules.items()) if name != __name__]
     for module, wrapper in itertools.product(others, wrappers):
         if getattr(module, "__dict__", {}).get(wrapper.__name__) is wrapper.__wrapped__:
@@ -289,7 +310,7 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
     """The owner of each method or builder to wrap, its name, and its wrapper."""
     for name, module in list(sys.modules.items()):  # entrypoints look the builder up in their own module
         is_public = name.startswith("timm.models.") and not name.startswith("timm.models._")
-        if is_public and "build_model_with_cfg" in vars(module):
+        if is_public and hasattr(module, "build_model_with_cfg"):
             yield module, "build_model_with_cfg", _with_another_build
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")

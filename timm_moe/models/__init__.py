@@ -1,5 +1,19 @@
-"""The registered models: importing this package makes them known to timm's factory."""
+"""The registered models: importing this package makes them known to timm's factory.
 
-from . import ensemble, ewa, small_data, swin_moe, vision_transformer, widenet
+Modules beside the Vision Transformers need more of timm. One whose models the installed timm lacks is left out.
+"""
+
+import warnings
+from importlib import import_module
+
+from . import ensemble, ewa, vision_transformer, widenet
+
+for _name in ("small_data", "swin_moe"):
+    try:
+        import_module(f"{__name__}.{_name}")
+    except ImportError as error:
+        if not (error.name or "").startswith("timm."):
+            raise
+        warnings.warn(f"The models of {__name__}.{_name} are missing, as timm has changed: {error}", stacklevel=2)
 
 __all__ = ["ensemble", "ewa", "small_data", "swin_moe", "vision_transformer", "widenet"]

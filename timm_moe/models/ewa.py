@@ -94,7 +94,7 @@ def _register(family: str) -> _Family:
     return module
 
 
-_families = {name: _register(name) for name in FAMILIES if f"timm.models.{name}" in sys.modules}
+_families = {name: _register(name) for name in FAMILIES if sys.modules.get(f"timm.models.{name}")}
 
 
 def architectures() -> list[str]:

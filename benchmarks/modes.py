@@ -1,0 +1,43 @@
+"""Whole training steps in eager mode, compiled, and compiled into CUDA graphs (``mode="reduce-overhead"``).
+
+The contests are in the order of their worth: a limit of time may end the suite anywhere.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import timm
+
+from .protocol import Contest, Setting
+from .steps import CLASSES, Make, contenders, step
+
+
+def measure(setting: Setting) -> Iterator[Contest]:
+    """Compare steps of ViT-S/16 and ViT-B/16 at 224 px; on a CPU, which tries the suite, of a tiny ViT."""
+    orders = [
+        *itertools.product(["eager"], ["bfloat16", "float32"], models(setting)),
+        *itertools.product(["compiled", "reduce-overhead"], ["bfloat16"], models(setting)[:1]),
+        *itertools.product(["compiled", "reduce-overhead"], ["bfloat16"], models(setting)[1:]),
+        *itertools.product(["compiled", "reduce-overhead"], ["float32"], models(setting)),
+    ]
+    for mode, dtype, (name, makes, batch) in orders:
+        chosen = replace(setting, mode=mode, dtype=dtype)
+        entries = {entry: partial(step, make, batch, True, chosen) for entry, make in makes.items()}
+        yield Contest(f"step of {name}, {dtype}, {mode}, batch {batch}, fused AdamW", entries)
+
+
+def models(setting: Setting) -> list[tuple[str, dict[str, Make], int]]:
+    """Names, makers and batches of the models: dense, with EWA and with top-1 routing."""
+    if setting.device == "cpu":
+        size = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=CLASSES)
+        create = partial(timm.create_model, pretrained_cfg_overlay=dict(input_size=(3, 32, 32)), **size)
+        names = ("vit_tiny_patch16_224", "vit_tiny_ewa_moe", "vit_tiny_moe")
+        makes = {entry: partial(create, name) for entry, name in zip(("dense", "EWA", "top-1"), names, strict=True)}
+        return [("a tiny ViT", makes, 4)]
+    found = []
+    for name, size in (("ViT-S/16", "small"), ("ViT-B/16", "base")):
+        every = contenders(f"vit_{size}_patch16_224", f"vit_{size}")
+        found.append((name, {entry: make for entry, make in every.items() if "8 experts" not in entry}, 128))
+    return found
