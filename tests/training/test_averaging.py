@@ -113,7 +113,7 @@ def test_a_capture_that_would_repeat_its_rate_is_refused(ewa_vit, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     before = values(ewa_vit)
-    with pytest.raises(RuntimeError, match="would repeat its share rate.*capturable=True"):
+    with pytest.raises(RuntimeError, match=r"would repeat its share rate.*capturable=True"):
         averaging.begin_step(optimizer, set())
     assert moved(ewa_vit, before) == set()
 

@@ -223,7 +223,7 @@ def worker(rank, folder):
 
 def worker_alone(rank, folder):
     """Models that the processes train each for itself, one of them with fewer layers, and the last with none."""
-    join_group(rank, folder)
+    join_group(rank, folder, processes=3)
     if rank < 2:
         model = make_model(moe_layers="1,3" if rank else "3")
         images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(rank))
@@ -237,7 +237,7 @@ def worker_alone(rank, folder):
 
 def worker_in_pairs(rank, folder):
     """Two processes of one group and one of another: the group is that of the wrapper."""
-    join_group(rank, folder)
+    join_group(rank, folder, processes=3)
     pair, single = torch.distributed.new_group([0, 1]), torch.distributed.new_group([2])
     model = make_model()
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
