@@ -249,7 +249,8 @@ def means_of_experts(opt, is_averaged):
 
 @pytest.mark.parametrize("opt", ["madgrad", *(name for name in OPTIMIZERS if name != "madgrad"), "lookahead_madgrad"])
 def test_averaging_moves_the_mean_of_no_optimizer(opt):
-    torch.testing.assert_close(means_of_experts(opt, True), means_of_experts(opt, False), rtol=0, atol=1e-9)
+    # Steps are of 0.01 to 0.1; some optimizers compute in float32.
+    torch.testing.assert_close(means_of_experts(opt, True), means_of_experts(opt, False), rtol=0, atol=1e-6)
 
 
 def test_the_start_that_madgrad_pulls_to_is_averaged(ewa_vit):
