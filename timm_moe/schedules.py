@@ -1,31 +1,33 @@
 """Schedules of the share rate over a training run (EWA, section 3.2.2).
 
 A schedule maps progress, the completed fraction of all updates in (0, 1], and ``share_rate`` to the rate of this step.
+Progress may be a tensor, on a GPU, so no schedule branches on it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
-Schedule = Callable[[float, float], float]
+Schedule = Callable[[Any, float], Any]
 
 
-def linear(progress: float, share_rate: float) -> float:
+def linear(progress: Any, share_rate: float) -> Any:
     """Rise from 0 to share_rate over the whole run, the paper's default."""
     return share_rate * progress
 
 
-def constant(progress: float, share_rate: float) -> float:
+def constant(progress: Any, share_rate: float) -> Any:
     """Keep share_rate throughout (EWA, figure 2)."""
     return share_rate
 
 
-def early(progress: float, share_rate: float) -> float:
+def early(progress: Any, share_rate: float) -> Any:
     """Keep share_rate in the first half of the run, then stop averaging (Early EWA, section 6)."""
-    return share_rate if progress < 0.5 else 0.0
+    return share_rate * (progress < 0.5)
 
 
-def late(progress: float, share_rate: float) -> float:
+def late(progress: Any, share_rate: float) -> Any:
     """Keep a small rate until 70 % of the run, so that the experts stay apart, then share_rate (not in the paper)."""
-    return share_rate if progress >= 0.7 else min(0.002, share_rate)
+    return share_rate * (progress >= 0.7) + min(0.002, share_rate) * (progress < 0.7)
 
 
 SCHEDULES: dict[str, Schedule] = {"linear": linear, "constant": constant, "early": early, "late": late}

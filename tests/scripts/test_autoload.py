@@ -284,7 +284,7 @@ def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
 LATE_FAILURES = {
     "hooks": (
         "integrations/timm.py",
-        "    for hook in (averaging.before_step",
+        "    _undo.append(register_optimizer_step_pre_hook(before_step)",
         "    raise RuntimeError('broken')\n",
     ),
     "models": ("models/mixin.py", "class MoeMixin", "raise RuntimeError('broken')\n"),

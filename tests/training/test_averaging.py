@@ -69,6 +69,55 @@ def test_a_compiled_step_is_followed_by_averaging(ewa_vit):
     assert averaging.updates == 2
 
 
+@pytest.mark.ci
+def test_a_compiled_step_is_compiled_once(ewa_vit):
+    optimizer, averaging = averaged(ewa_vit, rate=0.3, schedule="linear", total_updates=6)
+    for parameter in ewa_vit.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # makes the state
+    torch._dynamo.reset()
+    graphs = []
+    step = torch.compile(lambda: optimizer.step(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    step()
+    first = len(graphs)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            step()
+    assert len(graphs) == first > 0
+    assert (averaging.updates, averaging.share_rate) == (6, 0.3)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant", "early", "late"])
+def test_the_rate_is_a_tensor_where_a_step_can_be_captured(ewa_vit, schedule):
+    """SGD has no such option, and works on CPUs: a CUDA graph repeats what it starts, so nothing may be a number."""
+    outcomes, models = [], [ewa_vit, copy.deepcopy(ewa_vit)]
+    for model, capturable in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["capturable"] = capturable
+        averaging = ExpertWeightAveraging(model, optimizer, 0.3, schedule, total_updates=4)
+        count = optimizer.param_groups[0][UPDATES]
+        rates = []
+        for step in range(5):
+            train_step(model, optimizer, step)
+            rates.append(averaging.share_rate)
+        assert optimizer.param_groups[0][UPDATES] is count
+        assert (int(count), averaging.updates) == (5, 5)
+        outcomes.append(rates)
+    assert outcomes[0] == pytest.approx(outcomes[1])
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_capture_that_would_repeat_its_rate_is_refused(ewa_vit, monkeypatch):
+    optimizer, averaging = averaged(ewa_vit)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    before = values(ewa_vit)
+    with pytest.raises(RuntimeError, match=r"would repeat its share rate.*capturable=True"):
+        averaging.begin_step(optimizer, set())
+    assert moved(ewa_vit, before) == set()
+
+
 def test_the_rate_of_each_step_is_applied(ewa_vit):
     """Against averaging by hand, step by step, from the paper's formula."""
     by_hand = copy.deepcopy(ewa_vit)
@@ -287,7 +336,7 @@ def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
     optimizer.param_groups.append(optimizer.param_groups.pop(0))
     train_step(ewa_vit, optimizer, 2)
     assert averaging.updates == 3
-    assert {group[UPDATES] for group in optimizer.param_groups} == {3}
+    assert [int(group[UPDATES]) for group in optimizer.param_groups] == [3] * len(optimizer.param_groups)
 
 
 def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):

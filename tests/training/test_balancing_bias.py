@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import timm_moe
+from timm_moe.callbacks import start_averaging
 from timm_moe.layers import BalancingBias
 
 
@@ -109,6 +110,49 @@ def test_a_buffer_that_fsdp1_has_cast_counts_on_in_float32():
     assert bias.steps.tolist() == [-300, 300]
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_that_runs_its_forwards_is_that_of_a_loop(accumulated):
+    """As Lightning's automatic optimization does, and LBFGS."""
+    outcomes = []
+    for by_closure in (False, True):
+        model = make_model(bias_rate=0.1)
+        optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+
+        def closure(model=model, generator=generator):
+            model(torch.randn(3, 3, 32, 32, generator=generator)).square().mean().backward()
+
+        history = []
+        for _ in range(4):
+            for _ in range(accumulated - 1):
+                closure()
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            optimizer.zero_grad()
+            history.append(steps(model))
+        outcomes.append((history, [parameter.detach().clone() for parameter in model.parameters()]))
+    (history, weights), (other_history, other_weights) = outcomes
+    assert history == other_history
+    assert any(map(any, history[0]))
+    assert all(map(torch.equal, weights, other_weights))
+
+
+@pytest.mark.parametrize("begins", ["a new run", "a loaded state"])
+def test_choices_of_an_interrupted_run_do_not_count(begins):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 3, 32, 32))
+    if begins == "a new run":
+        start_averaging(model, optimizer, 3)
+    else:
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert all(bias.load is None for bias in biases(model))
+    optimizer.step()
+    assert not any(map(any, steps(model)))
+
+
 def test_evaluation_does_not_count_and_the_choice_follows():
     model, images = make_model(), torch.randn(2, 3, 32, 32)
     model.eval()(images)
@@ -175,6 +219,41 @@ def worker(rank, folder):
     optimizer.step()
     assert steps(model) == expected, (steps(model), expected)
     os._exit(0)  # torch 2.12 may wait for ever where DDP is freed just after a collective of gloo
+
+
+def worker_alone(rank, folder):
+    """Models that the processes train each for itself, one of them with fewer layers, and the last with none."""
+    join_group(rank, folder, processes=3)
+    if rank < 2:
+        model = make_model(moe_layers="1,3" if rank else "3")
+        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(rank))
+        expected = signs(loads(model, images))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(images).sum().backward()
+        optimizer.step()
+        assert steps(model) == expected, (steps(model), expected)
+    os._exit(0)
+
+
+def worker_in_pairs(rank, folder):
+    """Two processes of one group and one of another: the group is that of the wrapper."""
+    join_group(rank, folder, processes=3)
+    pair, single = torch.distributed.new_group([0, 1]), torch.distributed.new_group([2])
+    model = make_model()
+    images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = signs(loads(model, images[4:] if rank == 2 else images[:4]))
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=single if rank == 2 else pair)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped(images[2 * rank : 2 * rank + 2]).sum().backward()
+    optimizer.step()
+    assert steps(model) == expected, (steps(model), expected)
+    os._exit(0)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.parametrize("work", [worker_alone, worker_in_pairs])
+def test_only_processes_that_train_a_layer_as_one_share_its_choices(tmp_path, work):
+    run_ranks(work, (str(tmp_path),), 3)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")

@@ -7,13 +7,14 @@ import pytest
 import torch
 from averaging_loop import spread
 from routed_loop import routed_model
-from timm.optim import create_optimizer_v2
+from timm.layers import Mlp
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
 from timm_moe.callbacks import start_averaging
-from timm_moe.layers import begin_forward
+from timm_moe.layers import EwaMlp, begin_forward
 from timm_moe.training.averaging import average_
 
 
@@ -220,6 +221,36 @@ def test_schedule_free_weights_are_averaged_in_every_sequence(ewa_vit, make):
             torch.testing.assert_close(a, b, msg=mode)
         for each in (optimizer, other):
             each.eval()
+
+
+#: Optimizers whose steps follow weights, norms of whole tensors aside: averaging changes their later steps.
+BY_WEIGHTS = ("adamp", "sgdp", "lars", "lamb", "nvlamb", "adahessian", "kron", "novograd")
+NOT_RUN = ["bnb*", "fused*", "c*", *(f"*{name}*" for name in BY_WEIGHTS)]  # the cautious ones are as the others
+OPTIMIZERS = list_optimizers(exclude_filters=NOT_RUN)
+
+
+def means_of_experts(opt, is_averaged):
+    """The mean of the experts after each of some steps, by gradients that differ in size by powers of ten."""
+    torch.manual_seed(0)
+    layer = EwaMlp(Mlp(8, 16), 4, "independent").double()
+    layer.share_rate = 0.0
+    optimizer = create_optimizer_v2(layer, opt=opt, lr=1e-2, weight_decay=0.0)
+    if is_averaged:
+        ExpertWeightAveraging(layer, optimizer, 0.3, "constant", total_updates=100)
+    means = []
+    for _ in range(8):
+        for parameter in layer.parameters():
+            size_E = 10.0 ** torch.arange(-2, 2).reshape(-1, *[1] * (parameter.ndim - 1))
+            parameter.grad = torch.randn_like(parameter) * size_E
+        optimizer.step()
+        means.append(torch.cat([parameter.detach().mean(0).flatten() for parameter in layer.parameters()]))
+    return torch.stack(means)
+
+
+@pytest.mark.parametrize("opt", ["madgrad", *(name for name in OPTIMIZERS if name != "madgrad"), "lookahead_madgrad"])
+def test_averaging_moves_the_mean_of_no_optimizer(opt):
+    # Steps are of 0.01 to 0.1; some optimizers compute in float32.
+    torch.testing.assert_close(means_of_experts(opt, True), means_of_experts(opt, False), rtol=0, atol=1e-6)
 
 
 def test_the_start_that_madgrad_pulls_to_is_averaged(ewa_vit):

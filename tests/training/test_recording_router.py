@@ -136,6 +136,44 @@ def test_roads_that_do_not_call_the_model(road):
         optimizer.step()
 
 
+def test_a_part_that_is_called_after_the_losses_of_a_forward_were_added_counts_by_itself():
+    images, _ = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    expected = losses_by_hand(copy.deepcopy(model), images[:4])[1]
+    loss = model(images).mean() + timm_moe.auxiliary_loss(model)
+    features = model.forward_features(images[:4])
+    router_loss = timm_moe.auxiliary_loss(model)
+    torch.testing.assert_close(router_loss, expected)
+    (loss + features.mean() + router_loss).backward()
+    optimizer.step()
+    model(images)
+    timm_moe.auxiliary_loss(model)
+    model.forward_features(images[:4])
+    with pytest.raises(RuntimeError, match="were not added"):
+        optimizer.step()
+
+
+def test_a_layer_that_changes_places_takes_its_losses_along():
+    """Nothing remembers where the layers of a model are."""
+    images, _ = batch()
+    model, other = routed_model(), routed_model(aux_loss_weight=0.5)
+    expected = [losses_by_hand(copy.deepcopy(each), images)[1] for each in (model, other)]
+    for each in (model, other):
+        each(images)
+        timm_moe.auxiliary_loss(each)
+    model.blocks[1], other.blocks[1] = other.blocks[1], model.blocks[1]
+    for each in (model, other):
+        each(images)
+    mixed = [timm_moe.auxiliary_loss(each) for each in (model, other)]
+    assert not any(torch.isclose(loss, old) for loss, old in zip(mixed, expected, strict=True))
+    for each in (model, other):
+        assert timm_moe.auxiliary_loss(each) == 0
+    model.blocks[1] = nn.Identity()
+    model(images)
+    assert 0 < timm_moe.auxiliary_loss(model) < mixed[0]
+
+
 def test_a_loss_that_is_forgotten_later_is_noticed_too():
     images, targets = batch()
     model = routed_model()

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import timm_moe
+from timm_moe.callbacks import expert_statistics
+from timm_moe.layers.router_totals import KEPT
 from timm_moe.training import router_losses
 
 
@@ -49,6 +51,25 @@ def test_summary_of_a_loop():
     load = timm_moe.routing_summary(model)["blocks.3.mlp"].load
     torch.testing.assert_close(torch.tensor(load), record.load / choices)
     assert timm_moe.routing_summary(model) != summaries
+
+
+def test_statistics_of_many_forwards_and_of_a_layer_that_stops():
+    images, _ = batch()
+    model = routed_model()
+    first, second = timm_moe.moe_layers(model).values()
+    losses = []
+    for _ in range(KEPT + 3):
+        model(images[:2])
+        losses.append(float(first.router.records[0].losses["balance"]))
+        timm_moe.auxiliary_loss(model)
+    statistics = expert_statistics(model)
+    path = f"router/{first.path}/balance_loss"
+    assert statistics[path] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert expert_statistics(model) == {}
+    first.eval()
+    model(images)
+    timm_moe.auxiliary_loss(model)
+    assert {name.split("/")[1] for name in expert_statistics(model)} == {second.path}
 
 
 def test_summary_of_a_device_without_float64():

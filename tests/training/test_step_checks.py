@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
-from timm_moe.training.averaging import before_step
+from timm_moe.training.step import before_step
 
 
 def test_experts_that_nothing_averages_are_told_of_once(ewa_vit, caplog):

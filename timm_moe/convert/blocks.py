@@ -92,10 +92,10 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     """
     experts: dict[str, Tensor] = dict(layer.named_expert_parameters())
     for name, shape in layer.stacked_shapes.items():
-        stacked = experts[name]
+        stacked, owner = experts[name], name.rpartition(".")[0]
         # FSDP1 may leave no parameter in the module.
-        owner = layer.get_submodule(name.rpartition(".")[0])
-        taken = not isinstance(stacked, nn.Parameter) and next(owner.parameters(), None) is None
+        is_plain = isinstance(stacked, nn.Parameter)
+        taken = not is_plain and next(layer.get_submodule(owner).parameters(), None) is None
         if stacked.shape != shape or taken:
             raise ValueError(
                 f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since a wrapper holds "

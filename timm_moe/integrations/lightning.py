@@ -15,9 +15,9 @@ from torch import distributed
 from torch.optim import Optimizer
 
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import Started, add_router_losses, expert_statistics, start_averaging
+from ..training.loop import Started, expert_statistics, start_averaging
 from ..training.optimizers import is_distributed
-from ..training.router_losses import gathering, routed_layers
+from ..training.router_losses import add_losses, drop_losses, gathering
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -142,15 +142,14 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
     """Run a training step; add the router losses to its loss if Lightning calls backward on it."""
     if not module.automatic_optimization:
         return step(*args, **kwargs)
-    with gathering(module):
+    with gathering(module) as layers:
         output = step(*args, **kwargs)
     if output is None:  # the batch is left out
-        for layer in routed_layers(module):
-            layer.router.forget()
+        drop_losses(layers)
     elif isinstance(output, torch.Tensor):
-        return add_router_losses(module, output)
+        return add_losses(layers, output)
     elif isinstance(output, dict) and output.get("loss") is not None:
-        return {**output, "loss": add_router_losses(module, output["loss"])}
+        return {**output, "loss": add_losses(layers, output["loss"])}
     return output
 
 

@@ -11,7 +11,7 @@
 ``build_model_with_cfg``  builds the class with experts where an entrypoint of this package asks for it
 ========================  =====================================================================================
 
-Every optimizer step is preceded by the ``before_step`` functions of :mod:`timm_moe.training`.
+Every optimizer step is preceded by :func:`timm_moe.training.step.before_step`.
 """
 
 import functools
@@ -46,9 +46,10 @@ from ..convert.blocks import expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
-from ..training import averaging, epoch_log, router_losses
-from ..training.averaging import ExpertWeightAveraging
+from ..training import epoch_log, router_losses
+from ..training.averaging import ExpertWeightAveraging, forget_updates
 from ..training.optimizers import is_first_time, is_primary, layers_of_trained_experts
+from ..training.step import before_step
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     if earlier:  # another scheduler for the same optimizer: another run, unless nothing was trained yet
         earlier.remove()
         if earlier.started:
-            averaging.state_updates(optimizer, 0)
+            forget_updates(optimizer)
     _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)  # a scheduler begins a run
 
 
@@ -198,11 +199,11 @@ def _with_router_losses(call: Any) -> Any:
 
     @functools.wraps(call)
     def call_and_add(self: TrainingTask, *args: Any, **kwargs: Any) -> Any:
-        with router_losses.gathering(self):
+        with router_losses.gathering(self) as layers:
             result = call(self, *args, **kwargs)
-        if not router_losses.has_waiting_losses(self):  # not training, or a task within did it
+        loss = router_losses.take_losses(layers)
+        if loss is None:  # not training, or a task within did it
             return result
-        loss = router_losses.auxiliary_loss(self)
         return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
 
     return call_and_add
@@ -333,8 +334,7 @@ def install() -> None:
     wrap_functions()
     for owner, name, wrap in _wrapped_methods():
         _replace(owner, name, wrap(getattr(owner, name)))
-    for hook in (averaging.before_step, router_losses.before_step):
-        _undo.append(register_optimizer_step_pre_hook(hook).remove)
+    _undo.append(register_optimizer_step_pre_hook(before_step).remove)
 
 
 def uninstall() -> None:

@@ -17,8 +17,8 @@ from ..convert.blocks import moe_layers
 from ..convert.hooks import check_loaded_layers
 from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import add_router_losses, expert_statistics, start_averaging
-from ..training.router_losses import gathering
+from ..training.loop import expert_statistics, start_averaging
+from ..training.router_losses import add_losses, gathering
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -141,7 +141,7 @@ def _add_router_losses(
 ) -> Any:
     with ExitStack() as hooks:
         if model.training:
-            hooks.enter_context(gathering(model))
+            layers = hooks.enter_context(gathering(model))
             for ensemble in _ensembles(model):
                 members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
                 hooks.enter_context(ensemble.register_forward_hook(_as_images))
@@ -157,7 +157,7 @@ def _add_router_losses(
         by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
         is_scaled = by_model or trainer.compute_loss_func is not None
     scale = 1 / trainer.current_gradient_accumulation_steps if is_scaled else 1.0
-    loss = add_router_losses(model, loss, scale)
+    loss = add_losses(layers, loss, scale)
     return (loss, *outputs) if return_outputs else loss
 
 

@@ -19,6 +19,9 @@ class BalancingBias(nn.Module):
     Attributes:
         steps: (E,) buffer, steps up minus steps down of each expert.
         load: (E,) number of choices of each expert since the last optimizer step, in this process; None for no choice.
+        process_groups: groups of ``torch.distributed`` whose processes train the layer as one, so that the choices of
+            all of them count; None until the first step finds them: those of the DistributedDataParallel or of the mesh
+            around the layer. Name them where there is neither.
     """
 
     steps: Tensor
@@ -28,6 +31,7 @@ class BalancingBias(nn.Module):
         self.rate = rate
         self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.float32))
         self.load: Tensor | None = None
+        self.process_groups: tuple[Any, ...] | None = None
 
     def forward(self, score: Tensor) -> Tensor:
         """Add the bias to scores (..., E)."""
@@ -51,5 +55,9 @@ class BalancingBias(nn.Module):
         self.steps += (load_E.sum() - load_E * load_E.shape[0]).sign()
         self.load = None
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy counts its own choices
-        return {**self.__dict__, "load": None}
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.load = None  # choices by other weights
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy counts its own choices, and belongs to other processes
+        return {**self.__dict__, "load": None, "process_groups": None}

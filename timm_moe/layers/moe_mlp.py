@@ -167,7 +167,8 @@ class MoeMlp(Experts):
         whole = (stacked for _, stacked in self.named_expert_parameters() if isinstance(stacked, nn.Parameter))
         if self.share_rate and not self.is_averaged_by_hand and any(stacked.requires_grad for stacked in whole):
             remedies.append("call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0")
-        if getattr(self.router, "discarded", False) and self.router.totals is None:
+        totals = getattr(self.router, "totals", None)
+        if totals is not None and totals.lost and not totals.forwards:
             remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")
         bias = getattr(self.router, "balancing_bias", None)
         if bias is not None and self.router.weight.requires_grad and not bias.steps.any():

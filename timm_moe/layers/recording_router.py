@@ -1,14 +1,10 @@
 """Records of routers: their losses in training forwards, which wait until someone adds them to the training loss.
 
-1. A router takes a record at each call in training with gradients, but not in backward, where checkpointing repeats it.
-2. Records wait in ``router.records`` until ``auxiliary_loss`` adds their losses, which clears the list.
-3. A training forward of the model drops the records that wait, but within a training task the forwards gather.
-4. A part of the model that is called alone (``forward_features``) announces no forward, so its records gather.
-5. After the losses of an announced forward were added, records are ignored until the next one or an optimizer step:
-   compiled code cannot ask whether backward is running.
+CONTRIBUTING.md has the rules: "When a router's loss is taken, added, dropped, told of".
 """
 
 import warnings
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from .balancing_bias import BalancingBias
+from .living import find
 from .router import Router
+from .router_totals import RouterTotals
 
 #: Never entered: only asked whether backward is running.
 _tracker = ModuleTracker()
@@ -45,8 +43,17 @@ class RouterRecord(NamedTuple):
     finite: Tensor
 
 
+class Begun(Enum):
+    """What began before the records of a router came, since the last step of its optimizer."""
+
+    NOTHING = "a part of the model was called by itself: its records gather until someone takes them"
+    OVERDUE = "the same, and while records waited, an optimizer stepped that does not train the router"
+    FORWARD = "a forward of the model: the next one drops the records that wait"
+    TASK = "a training task: the records of all of its forwards gather"
+
+
 class RecordingRouter(Router):
-    """Base class of routers with losses; see the top of this file for when a record is taken.
+    """Base class of routers with losses; CONTRIBUTING.md says when a record is taken.
 
     Args:
         num_experts: E.
@@ -56,82 +63,91 @@ class RecordingRouter(Router):
     Attributes:
         balancing_bias: bias that the recorded loads move, for the choice of subclasses; or None.
         records: records whose losses wait, in the order of the calls.
-        discarded: whether a forward dropped losses that waited, since the last optimizer step.
-        totals: sums over the records whose losses were added, see :mod:`timm_moe.training.router_losses`.
+        begun: what they belong to.
+        added: whether losses were added since it began; in a forward or a task later records are then repetitions.
+        totals: statistics of the records whose losses were added.
     """
 
     def __init__(self, num_experts: int, loss_weights: dict[str, float], bias_rate: float = 0.0):
         super().__init__(num_experts)
         self.balancing_bias = BalancingBias(num_experts, bias_rate) if bias_rate else None
         self.loss_weights = loss_weights
-        self.totals: Any = None
+        self.totals = RouterTotals()
         self.forget()
 
     def forget(self) -> None:
+        """Forget what an earlier run left: losses, and loads of the balancing bias. Statistics stay."""
+        self._begin(Begun.NOTHING)
+        if self.balancing_bias is not None:
+            self.balancing_bias.load = None
+
+    def drop(self) -> None:
+        """Drop the losses that wait, on purpose."""
+        self.records = []
+
+    def _begin(self, what: Begun) -> None:
         self.records: list[RouterRecord] = []
-        self.discarded = False
-        self.is_gathering = False
-        self._announced = False  # a forward of the model, or a task, began since the last optimizer step
-        self._recorded = False  # a record was taken since it began
-        self._added = False  # its losses were added, so that later records are repetitions
-        self._unclaimed = 0  # records that waited at the last step of an optimizer which does not train this router
+        self.added = False
+        self.begun = what
 
     def begin_forward(self) -> None:
         """Drop the losses that wait as the model begins a training forward; within a task, keep them."""
         if in_backward():
             return
-        if not self.is_gathering:
-            self._begin()
-        elif self._added:  # the task adds the losses of each forward by itself
-            self.records, self._added = [], False
+        if self.begun is not Begun.TASK:
+            self._note_lost()
+            self._begin(Begun.FORWARD)
+        elif self.added:  # the task adds the losses of each forward by itself
+            self._begin(Begun.TASK)
 
     def begin_task(self) -> None:
         """Drop the losses that wait, and gather from now on."""
-        self._begin()
-        self.is_gathering = True
+        self._note_lost()
+        self._begin(Begun.TASK)
 
-    def _begin(self) -> None:
-        """Drop the losses that wait, and note that there were some."""
-        discarded = self.discarded or self.has_pending_losses()
-        self.forget()
-        self._announced, self.discarded = True, discarded
+    def _note_lost(self) -> None:
+        if self.has_pending_losses():
+            self.totals.lost += 1
 
     def end_task(self) -> None:
         """Stop gathering: another forward replaces the records of the task."""
-        self.is_gathering, self._announced = False, bool(self.records)
+        self.begun = Begun.FORWARD if self.records or self.added else Begun.NOTHING
 
     def waiting(self) -> list[RouterRecord]:
         """Return the records that wait; none in eval mode, where losses of an earlier training forward are not due."""
-        return self.records if self.training and not self._added else []
+        are_repetitions = self.added and self.begun in (Begun.FORWARD, Begun.TASK)
+        return self.records if self.training and not are_repetitions else []
 
     def take(self) -> list[RouterRecord]:
         """Return the records that wait and clear the list: their losses are added now."""
         if not self.training:
             return []
-        records, self.records, self._unclaimed = self.waiting(), [], 0
-        self._added |= self._announced and len(records) > 0
+        records, self.records = self.waiting(), []
+        self.added = self.added or len(records) > 0
+        if self.begun is Begun.OVERDUE:
+            self.begun = Begun.NOTHING
         return records
 
     def has_pending_losses(self) -> bool:
         return any(map(_has_gradient, self.waiting()))
 
     def end_step(self) -> None:
-        """Clear the list as an optimizer that trains this router steps; the caller has looked for pending losses."""
-        self.records, self._unclaimed = [], 0
-        self.discarded = self._announced = self._added = False
+        """Begin anew as an optimizer that trains this router steps; the caller has looked for pending losses."""
+        self._begin(Begun.NOTHING)
+        self.totals.lost = 0
 
     def end_other_step(self) -> None:
-        """Drop the records that waited at two steps of optimizers which do not train this router: nobody adds them."""
-        if not self._announced and self.has_pending_losses():
-            if self._unclaimed:
-                warnings.warn(
-                    "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. "
-                    "Where routers are not to be trained, call eval() on them or freeze them with "
-                    "requires_grad_(False); else add timm_moe.auxiliary_loss(model) to the loss after each forward.",
-                    stacklevel=2,
-                )
-            self.records = self.records[self._unclaimed :]
-            self._unclaimed = len(self.records)
+        """Drop records that no forward began and that wait at two steps of other optimizers: nobody adds them."""
+        if self.begun is Begun.NOTHING and self.has_pending_losses():
+            self.begun = Begun.OVERDUE
+        elif self.begun is Begun.OVERDUE and self.has_pending_losses():
+            self._begin(Begun.NOTHING)
+            warnings.warn(
+                "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. "
+                "Where routers are not to be trained, call eval() on them or freeze them with "
+                "requires_grad_(False); else add timm_moe.auxiliary_loss(model) to the loss after each forward.",
+                stacklevel=2,
+            )
 
     def is_recording(self) -> bool:
         """Tell if this is training, with gradients.
@@ -156,7 +172,7 @@ class RecordingRouter(Router):
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
         """
         if in_backward():  # leave out the record alone: checkpointing expects the same operators again
-            if (losses or self.balancing_bias is not None) and not self._recorded:
+            if (losses or self.balancing_bias is not None) and not (self.records or self.added):
                 raise RuntimeError(
                     "Reentrant gradient checkpointing loses the routers' losses and loads: give it use_reentrant=False."
                 )
@@ -164,9 +180,10 @@ class RecordingRouter(Router):
         if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):  # not frozen
             self.balancing_bias.count(load)
         # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
-        if not torch.compiler.is_compiling() and self._added:
-            return
-        self._recorded = True
+        # It cannot ask whether backward is running, either, so its repetitions are ignored by `waiting`.
+        if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
+            # A part of the model is called by itself after the losses of a forward were added.
+            self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
         weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
@@ -179,10 +196,10 @@ class RecordingRouter(Router):
         self.records = [*self.records, record] if _has_gradient(record) else [record]
 
     def __getstate__(self) -> dict[str, Any]:  # a copy or a pickle must hold no graph
-        return {**self.__dict__, "records": [], "totals": None}
+        return {**self.__dict__, "records": [], "totals": RouterTotals()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({**state, "totals": RouterTotals()})
         self.forget()
 
 
@@ -193,6 +210,6 @@ def _has_gradient(record: RouterRecord) -> bool:
 def begin_forward(module: nn.Module, *args: Any) -> None:
     """Announce a training forward of a model to its routers, even to some in eval mode; a forward pre-hook."""
     is_training = module.training and torch.is_grad_enabled()
-    for router in module.modules():
-        if isinstance(router, RecordingRouter) and (router.is_recording() or is_training):
+    for router in find(RecordingRouter, module):
+        if router.is_recording() or is_training:
             router.begin_forward()

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..training.optimizers import is_skipped, with_hooks
+from ..training.optimizers import is_skipped
 from ..training.placement import local_part
+from ..training.strange_optimizers import with_hooks
 
 
 class SwitchEma:

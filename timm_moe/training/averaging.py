@@ -1,8 +1,8 @@
-"""Averaging of the experts after each optimizer step (EWA, section 3.2)."""
+"""Averaging of the experts after each optimizer step (EWA, section 3.2): the equation, and a class that applies it."""
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,28 +18,26 @@ from .optimizers import (
     is_primary,
     is_skipped,
     layers_of_trained_experts,
-    parameter_ids,
-    refuse_dense,
     require_parameters,
-    trained_layers,
-    with_hooks,
 )
 from .placement import is_spread, local_part, sum_over_experts
+from .strange_optimizers import Steps, average_kept_, with_hooks
 
 _logger = logging.getLogger(__name__)
 
 #: Key of each of an optimizer's groups that counts the updates; there it travels with every optimizer checkpoint.
 UPDATES = "ewa_updates"
-
-#: Weights that optimizers keep in a parameter's state, by an entry that tells the optimizer: schedule-free ones,
-#: MADGRAD (a start, and the sum of the steps from there), Lookahead.
-OWN_WEIGHTS = {"z": ("x", "y", "z"), "x0": ("x0", "s"), "lookahead_slow_buff": ("lookahead_slow_buff",)}
 #: Entries of each expert that are averaged at a time on CPUs.
 _BLOCK = 2**17
 
+#: A number, or a tensor () on the experts' device where the optimizer's step can be captured by a CUDA graph.
+Rate = float | Tensor
 
-@torch.no_grad()
-def average_(stacked: Tensor, beta: float) -> Tensor:
+
+# --- the equation
+
+
+def average_(stacked: Tensor, beta: Rate) -> Tensor:
     """Move E stacked tensors towards their mean, in place: ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``.
 
     The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq. 6).
@@ -49,21 +47,35 @@ def average_(stacked: Tensor, beta: float) -> Tensor:
             experts, they call this together.
         beta: share rate of this step.
     """
-    part, num_experts = local_part(stacked), stacked.shape[0]
-    if beta == 0 or num_experts == 1:
-        return stacked
-    if is_spread(stacked):
-        part.lerp_(sum_over_experts(stacked) / num_experts, beta * num_experts / (num_experts - 1))
-        return stacked
-    _lerp_to_mean_(part, beta * num_experts / (num_experts - 1))
+    average_all_([(stacked, beta)])
     return stacked
 
 
-def _lerp_to_mean_(stacked: Tensor, weight: float) -> None:
-    if stacked.device.type != "cpu" or not stacked.is_contiguous() or stacked.numel() < _BLOCK:
-        stacked.lerp_(stacked.mean(0, keepdim=True), weight)
-        return
-    # Large ones on CPUs by blocks that stay in the cache, and expert by expert: broadcasting would cost vectorisation.
+@torch.no_grad()
+def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
+    """Do what :func:`average_` does to many tensors, each with its share rate."""
+    parts, means, weights = [], [], []
+    for stacked, beta in due:
+        part, num_experts = local_part(stacked), stacked.shape[0]
+        if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):
+            continue
+        weight = beta * num_experts / (num_experts - 1)
+        if is_spread(stacked):
+            mean = sum_over_experts(stacked) / num_experts
+        elif part.is_cpu and part.is_contiguous() and part.numel() >= _BLOCK:
+            _average_by_blocks_(part, weight)
+            continue
+        else:
+            mean = part.mean(0, keepdim=True)
+        parts.append(part)
+        means.append(mean)
+        weights.append(weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
+    if parts:
+        torch._foreach_lerp_(parts, means, weights)
+
+
+def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
+    """Average by blocks that stay in the cache, expert by expert, as broadcasting would cost vectorisation."""
     for experts in zip(*(expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)), strict=True):
         mean = experts[0] + experts[1]
         for expert in experts[2:]:
@@ -89,42 +101,50 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     for layer in layers:
         check_share_rate(beta, layer.num_experts, "beta", layer.parts)
     once = {id(stacked): stacked for layer in layers for stacked in _averageable(layer)}
-    for stacked in once.values():
-        average_(stacked, beta)
+    average_all_((stacked, beta) for stacked in once.values())
     for layer in layers:
         layer.is_averaged_by_hand = True
 
 
-def stated_updates(optimizer: Optimizer) -> int:
-    """Return the count of updates that an optimizer's groups hold, 0 without one."""
-    return max((group.get(UPDATES, 0) for group in optimizer.param_groups), default=0)
-
-
-def state_updates(optimizer: Optimizer, updates: int) -> None:
-    """Write the count of updates to all groups of an optimizer: any of them may be taken out."""
-    for group in optimizer.param_groups:
-        group[UPDATES] = updates
-
-
 def _averageable(layer: MoeMlp) -> list[Tensor]:
     """The stacked parameters of a layer, (E, ...); ValueError if one cannot be averaged in place."""
-    experts = whole_experts(layer)
+    experts = list(whole_experts(layer).values())
     layer.require_plain("cannot be averaged (share_rate=0 trains without averaging)")
-    for stacked in experts.values():
+    for stacked in experts:
         if stacked.itemsize < 4:  # rounding would undo the small steps of small rates
             raise ValueError(
                 f"Experts are averaged in float32 at least, and those in {layer.path} are {stacked.dtype}: keep the "
                 "weights in float32 and compute under autocast (train.py's --amp), or train with share_rate=0."
             )
-    return list(experts.values())
+    return experts
+
+
+# --- the count of updates in an optimizer's groups
+
+
+def stated_updates(optimizer: Optimizer) -> int:
+    """Return the count of updates that an optimizer's groups hold, 0 without one.
+
+    Checkpoints of earlier versions have an int, some of them in the first group only.
+    """
+    return max((int(group.get(UPDATES, 0)) for group in optimizer.param_groups), default=0)
+
+
+def forget_updates(optimizer: Optimizer) -> None:
+    """Take the count of updates out of an optimizer's groups."""
+    for group in optimizer.param_groups:
+        group.pop(UPDATES, None)
+
+
+# --- the class
 
 
 class ExpertWeightAveraging:
     """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
 
     It hooks itself into the optimizer and needs no further call. Steps that a GradScaler skips are not counted. The
-    count is kept as ``"ewa_updates"`` in each parameter group of the optimizer, so the schedule goes on once its state
-    is loaded. After a distributed checkpoint (DCP), make the averaging and call :meth:`seek`.
+    count is a tensor in each parameter group of the optimizer, ``"ewa_updates"``, so the schedule goes on once its
+    state is loaded. After a distributed checkpoint (DCP), make the averaging and call :meth:`seek`.
 
     Each step averages the experts that the optimizer then has among its parameters and that require gradients. A
     parameter that layers share is averaged once, at the first layer's rate.
@@ -136,7 +156,8 @@ class ExpertWeightAveraging:
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
-        optimizer: any torch or timm optimizer.
+        optimizer: any torch or timm optimizer. Of one with ``capturable=True`` the count and the rate stay on the
+            device, so that a CUDA graph of its step counts and averages, too.
         share_rate: in [0, (E - 1) / E]; by default the rate of each layer.
         schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns the rate of a step
             for its progress, the completed fraction of all updates in (0, 1]; by default the schedule of each layer.
@@ -150,7 +171,6 @@ class ExpertWeightAveraging:
             moves a weight.
 
     Attributes:
-        share_rate: the rate of the last averaging in the first layer, 0 before the first.
         started: whether a step has been taken since this averaging was made.
     """
 
@@ -172,14 +192,12 @@ class ExpertWeightAveraging:
                 "take that off first with ExpertWeightAveraging.of(optimizer).remove()."
             )
         self.total_updates = total_updates
-        self.share_rate = 0.0
         self.started = self._is_sought = False
         self._layers = [weakref.ref(layer) for layer in moe_layers(model).values()]
         self._share_rate, self._schedule = share_rate, schedule
         self._optimizer: Any = weakref.ref(optimizer)
-        self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._steps: list[Optimizer] = []  # that have begun since the outermost one, which is the first
-        self._due: list[tuple[float, Tensor]] = []  # at the end of that step
+        self._due: list[tuple[Tensor, Rate]] = []  # at the end of the step that runs
+        self._last_rate: Rate = 0.0
         layers = layers_of_trained_experts(optimizer, self.layers())
         for layer in layers or self.layers():
             if callable(schedule) or self._stated(layer)[0]:
@@ -191,17 +209,24 @@ class ExpertWeightAveraging:
             raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
         if not callable(schedule):
             self._rates(layers, 1.0)  # raises
-        self._count(stated_updates(optimizer))
-        self._follow(optimizer)
+        self._is_on_device = any(group.get("capturable") for group in optimizer.param_groups)
+        device = next(layers[0].parameters()).device if self._is_on_device else "cpu"
+        self._count = torch.tensor(stated_updates(optimizer), device=device)
+        self._write_count()
+        self._steps = Steps(self._end_step)
+        self._steps.follow(optimizer)
         register(self)
         if is_primary():
-            experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
-            course = "by a function" if callable(schedule) else "{:g}, schedule {}".format(*self._stated(layers[0]))
-            after = f", continuing after update {self.updates}" if self.updates else ""
-            _logger.info(
-                f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, share rate "
-                f"{course}, over {total_updates} updates{after}."
-            )
+            self._log_plan(layers)
+
+    def _log_plan(self, layers: list[MoeMlp]) -> None:
+        experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
+        course = "by a function" if callable(self._schedule) else "{:g}, schedule {}".format(*self._stated(layers[0]))
+        after = f", continuing after update {self.updates}" if self.updates else ""
+        _logger.info(
+            f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, share rate "
+            f"{course}, over {self.total_updates} updates{after}."
+        )
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
@@ -218,103 +243,126 @@ class ExpertWeightAveraging:
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     @property
+    def share_rate(self) -> float:
+        """The rate of the last averaging in the first layer, 0 before the first."""
+        return float(self._last_rate)
+
+    @property
     def updates(self) -> int:
         """Optimizer steps done so far: the count of this averaging, unless a state with another one was loaded."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        counts = {group[UPDATES] for group in groups if UPDATES in group}
-        return self._updates if self._updates in counts else max(counts, default=self._updates)
+        return int(self._counted())
 
-    def _count(self, updates: int) -> None:
-        self._updates = updates
-        state_updates(self._optimizer(), updates)
+    def _counted(self) -> Tensor:
+        """The count: that of a state that was loaded, so that no group holds this averaging's own tensor."""
+        optimizer = self._optimizer()
+        counts = [] if optimizer is None else [group.get(UPDATES) for group in optimizer.param_groups]
+        loaded = [count for count in counts if count is not None]
+        if loaded and not any(count is self._count for count in loaded):
+            self._count.fill_(max(map(int, loaded)))
+        if any(count is not self._count for count in counts):
+            self._write_count()
+        return self._count
+
+    def _write_count(self) -> None:
+        for group in self._optimizer().param_groups:  # to all: any of them may be taken out
+            group[UPDATES] = self._count
 
     def seek(self, updates: int) -> None:
         """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
         if self.started or self.updates:
             return
         self._is_sought = True
-        self._count(updates)
+        self._count.fill_(updates)
         if updates and is_primary():
             _logger.info(f"EWA: the share rate continues after update {updates} of {self.total_updates}.")
 
     def remove(self) -> None:
         """Stop averaging."""
-        for handle in self._handles.values():
-            handle.remove()
+        self._steps.remove()
         unregister(self)
 
-    def _follow(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._handles:
-            self._handles[optimizer] = optimizer.register_step_post_hook(self._end_step)
+    def is_in_a_step(self) -> bool:
+        return self._steps.are_running()
 
-    def _begin_step(self, optimizer: Optimizer) -> None:
-        """Follow a step, perhaps within another one's; raise at once if the experts cannot be averaged."""
-        if not self._steps or optimizer in self._steps:  # none steps twice within a step: an earlier one has raised
-            self._steps, self._due = [], self._experts_due(optimizer)
-            if not (self.updates or self._is_sought) and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
-                _logger.warning(
-                    "EWA: this optimizer took steps that nobody counted, and the share rate's schedule begins. To "
-                    "resume, call averaging.seek(updates) with the steps that were averaged before; seek(0) begins."
-                )
-        self._follow(optimizer)
-        self._steps.append(optimizer)
+    def begin_step(self, optimizer: Optimizer, held: set[int]) -> None:
+        """Find what to average after a step, perhaps within another one's; the hook before every step calls this.
 
-    def _experts_due(self, optimizer: Optimizer) -> list[tuple[float, Tensor]]:
+        Args:
+            optimizer: which steps.
+            held: the ids of its parameters.
+
+        Raises:
+            ValueError: if the experts cannot be averaged, or the share rate is out of range.
+        """
+        if not self._steps.begin(optimizer):
+            return
+        self._due = []
+        self._due = self._experts_due(optimizer, held)
+        is_known = self.started or self._is_sought or self.updates
+        if not is_known and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
+            _logger.warning(
+                "EWA: this optimizer took steps that nobody counted, and the share rate's schedule begins. To "
+                "resume, call averaging.seek(updates) with the steps that were averaged before; seek(0) begins."
+            )
+
+    def _experts_due(self, optimizer: Optimizer, held: set[int]) -> list[tuple[Tensor, Rate]]:
         """The parameters to average at the end of the step that begins, with their rates."""
-        trained = parameter_ids(optimizer)
-        layers = layers_of_trained_experts(optimizer, self.layers())
-        rates = self._rates(layers, min((self.updates + 1) / self.total_updates, 1.0))
-        due: dict[int, tuple[float, Tensor]] = {}
+        layers = layers_of_trained_experts(optimizer, self.layers(), held)
+        rates = self._rates(layers, self._progress())
+        due: dict[int, tuple[Tensor, Rate]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            # At rate 0 nothing is checked. A parameter that layers share has the rate of the first.
-            for stacked in _averageable(layer) if rate else dict(layer.named_expert_parameters()).values():
-                if id(stacked) in trained and stacked.requires_grad:
-                    due.setdefault(id(stacked), (rate, stacked))
+            is_off = not isinstance(rate, Tensor) and rate == 0  # nothing is checked then
+            for stacked in dict(layer.named_expert_parameters()).values() if is_off else _averageable(layer):
+                if id(stacked) in held and stacked.requires_grad:
+                    due.setdefault(id(stacked), (stacked, rate))
         return list(due.values())
 
-    def _other_sequences(self, stacked: Tensor) -> list[Tensor]:
-        """:data:`OWN_WEIGHTS` of a parameter in the optimizers' state, which would undo its averaging."""
-        states = [optimizer.state.get(stacked) or {} for optimizer in self._handles]
-        kept = {
-            id(other): other
-            for state in states
-            for name, other in state.items()
-            if isinstance(other, Tensor)
-            and other.shape == stacked.shape
-            and any(name in names and key in state for key, names in OWN_WEIGHTS.items())
-        }
-        return list(kept.values())
+    def _progress(self) -> Rate:
+        """The fraction of all updates that will be completed after the step that begins, at most 1."""
+        count = self._counted()
+        if self._is_on_device:
+            return ((count + 1) / self.total_updates).clamp(max=1)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph of this step would repeat its share rate: make the averaging for an optimizer with "
+                "capturable=True (where it has no such option, set optimizer.param_groups[0]['capturable'] = True)."
+            )
+        return min((int(count) + 1) / self.total_updates, 1.0)
 
-    def _rates(self, layers: list[MoeMlp], progress: float) -> list[float]:
+    def _rates(self, layers: list[MoeMlp], progress: Any) -> list[Any]:
         """The rate of each layer; ValueError if it is out of range."""
         if callable(self._schedule):  # it is called once for a step
-            stated: list[tuple[float, Any]] = [(self._schedule(progress), "constant")] * len(layers)
+            stated: list[tuple[float, Any]] = [(self._schedule(float(progress)), "constant")] * len(layers)
         else:
             stated = [self._stated(layer) for layer in layers]
         for (rate, _), layer in zip(stated, layers, strict=True):
             check_share_rate(rate, layer.num_experts, parts=layer.parts)
-        return [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
+        rates = [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
+        if not isinstance(progress, Tensor):
+            return rates
+        return [rate if isinstance(rate, Tensor) else torch.full_like(progress, rate) for rate in rates]
 
     def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
         """Share rate and schedule of a layer: the arguments, and where they are None the layer's own."""
         rate = layer.share_rate if self._share_rate is None else self._share_rate
         return rate, layer.share_schedule if self._schedule is None else self._schedule
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # the step of an optimizer may be compiled
+    @torch.no_grad()
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._steps[:1] != [optimizer]:
+        """Count the step and average; a hook after the step of each optimizer that is followed."""
+        if not self._steps.end(optimizer):
             return
-        due, self._due, self._steps = self._due, [], []
+        due, self._due = self._due, []
         if is_skipped(optimizer):
             return
         self.started = True
-        self._count(self.updates + 1)
-        self.share_rate = due[0][0] if due else 0.0
-        for beta, stacked in due:
-            for weights in (stacked, *self._other_sequences(stacked)):
-                average_(weights, beta)
-        if self.updates > 1.1 * self.total_updates and is_first_time(optimizer, "beyond the end"):
+        count = self._counted().add_(1)
+        self._last_rate = due[0][1] if due else 0.0
+        average_all_(due)
+        average_kept_(self._steps.optimizers, due, average_all_)
+        is_beyond = not self._is_on_device and int(count) > 1.1 * self.total_updates
+        if is_beyond and is_first_time(optimizer, "beyond the end"):
             _logger.warning(
                 f"EWA: training goes on after update {self.updates}, but the share rate's schedule ended at "
                 f"total_updates={self.total_updates}: state the number of optimizer steps in the whole run."
@@ -325,40 +373,3 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     """Tell if the states count a step, beside the one by which torch makes them; not all optimizers count steps."""
     steps = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
     return any(float(s) > 1 for s in steps if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1))
-
-
-@torch.compiler.disable  # the step of an optimizer may be compiled
-def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let the averaging of an optimizer follow its step, and check its experts; a pre-hook of every optimizer's step.
-
-    Raises:
-        ValueError: if the optimizer or its state belongs to the dense model, or the experts cannot be averaged.
-    """
-    averaging, layers = ExpertWeightAveraging.of(optimizer), living(MoeMlp)
-    if averaging is not None:
-        averaging._begin_step(optimizer)
-    for layer in trained_layers(optimizer, layers):
-        layer.forwards_since_step = 0
-    _warn_without_averaging(optimizer, averaging, layers)
-    refuse_dense(optimizer, layers)
-
-
-def _warn_without_averaging(optimizer: Optimizer, own: ExpertWeightAveraging | None, layers: list[MoeMlp]) -> None:
-    """Warn once of experts that have a share rate and are trained, but not averaged."""
-    # The step may be a part of another optimizer's.
-    averagings = [averaging for averaging in living(ExpertWeightAveraging) if averaging is own or averaging._steps]
-    averaged = {id(layer) for averaging in averagings for layer in averaging.layers()}
-    left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
-    flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
-    names = [layer.path or "an expert layer" for layer in (*layers_of_trained_experts(optimizer, left_out), *flat)]
-    # torch makes an optimizer's state by a step at rate 0. The rate may be on a GPU: ask only where it matters.
-    is_due = names and any(group.get("lr") != 0 for group in optimizer.param_groups)
-    if is_due and is_first_time(optimizer, "not averaged"):
-        _logger.warning(
-            "EWA: nothing averages the experts that this optimizer trains, though they have a share rate (in "
-            f"{', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=...), pass "
-            "updates_per_epoch to timm's create_scheduler_v2, or give Hugging Face's Trainer or Lightning an "
-            "ExpertCallback of timm_moe.integrations. If you call average_experts_ yourself, want no averaging, "
-            "or train adapters, set share_rate=0. If FullyShardedDataParallel holds them in flat pieces, take "
-            "fully_shard (FSDP2) with timm_moe.expert_placement."
-        )

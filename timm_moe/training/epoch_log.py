@@ -14,6 +14,7 @@ from ..layers import MoeMlp
 from ..layers.living import living
 from .averaging import ExpertWeightAveraging
 from .optimizers import trained_layers
+from .router_losses import current_summaries
 
 _logger = logging.getLogger(__name__)
 
@@ -31,9 +32,10 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     averaging = ExpertWeightAveraging.of(optimizer)
     statistics: dict[str, Any] = {}
     for layer in layers:
-        totals: Any = getattr(layer.router, "totals", None)  # None if it was not trained, or has no losses
-        routing = {} if totals is None or totals.complete else vars(totals.summary())
-        statistics[layer.path or "experts"] = {"spread": relative_distance_to_mean(layer), **routing}
+        path = layer.path or "experts"
+        statistics[path] = {"spread": relative_distance_to_mean(layer)}
+        for summary in current_summaries({path: layer}).values():  # none if it was not trained, or has no losses
+            statistics[path] |= vars(summary)
     share_rate = None if averaging is None else averaging.share_rate
     try:
         epochs = [entry for entry in read_epochs(folder) if entry["epoch"] < epoch]

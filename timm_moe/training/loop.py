@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert.blocks import moe_layers
-from .averaging import ExpertWeightAveraging, state_updates, stated_updates
-from .optimizers import layers_of_trained_experts, require_parameters, with_hooks
-from .router_losses import auxiliary_loss, has_waiting_losses, routed_layers, routing_summary
+from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
+from .optimizers import layers_of_trained_experts, require_parameters
+from .router_losses import add_losses, current_summaries, routed, routed_layers
+from .strange_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float
         ValueError: if the run has no known end, if the optimizer holds none of the model's parameters, and as
             :class:`ExpertWeightAveraging`.
     """
-    routing_summary(model, reset=True)  # of an earlier run, which may have ended amid a forward
-    for layer in routed_layers(model):
-        layer.router.forget()
     layers = list(moe_layers(model).values())
+    for layer in routed(layers):  # an earlier run may have ended amid a forward
+        layer.router.forget()
+        layer.router.totals.is_complete = True
     if not layers:
         _logger.warning(
             "This %s has no expert layers, so nothing is averaged: convert it first by timm_moe.convert_to_moe.",
@@ -66,7 +67,7 @@ def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float
     elif not updates and stated_updates(optimizer):
         _logger.warning("EWA: a run begins, so the share rate does too. In a resumed run, state updates=...")
     if not updates:
-        state_updates(optimizer, 0)
+        forget_updates(optimizer)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
     averaging.seek(updates)
     return averaging
@@ -87,19 +88,22 @@ def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Ten
         scale: of the router losses, where the loss was divided by the number of accumulated batches already.
 
     Returns:
-        The sum; the loss itself in eval mode, without routers, or where :func:`auxiliary_loss` was added already.
+        The sum; the loss itself in eval mode, without routers, or where :func:`timm_moe.auxiliary_loss` was added
+        already.
     """
-    return loss + auxiliary_loss(model) * scale if has_waiting_losses(model) else loss
+    return add_losses(routed_layers(model), loss, scale)
 
 
 def expert_statistics(model: nn.Module, averaging: ExpertWeightAveraging | None = None) -> dict[str, float]:
-    """Statistics for a log by name: of each router since the last call, and the share rate of the last averaging.
+    """Statistics for a log by name: of each router that recorded since the last call, and the last share rate.
 
     ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction of choices beyond
     the capacities, ``.../load_max`` the fraction of all choices that fell on the most chosen expert.
     """
     numbers: dict[str, float] = {}
-    for path, summary in routing_summary(model, reset=True).items():
+    layers = moe_layers(model)
+    for path, summary in current_summaries(layers).items():
+        layers[path].router.totals.is_complete = True
         numbers |= {f"router/{path}/{name}_loss": value for name, value in summary.losses.items()}
         numbers |= {f"router/{path}/dropped": summary.dropped, f"router/{path}/load_max": max(summary.load)}
     if averaging is not None:

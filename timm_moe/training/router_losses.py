@@ -1,84 +1,37 @@
-"""Addition of the recorded router losses to the training loss, and sums of the routers' statistics."""
+"""Addition of the recorded router losses to the training loss, and the routers' statistics.
+
+CONTRIBUTING.md has the rules: "When a router's loss is taken, added, dropped, told of".
+"""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers
-from ..layers import BalancingBias, MoeMlp, RecordingRouter, RouterRecord
-from ..layers.living import living
-from .optimizers import is_distributed, is_first_time, is_primary, is_skipped, trained_layers
+from ..convert.blocks import moe_layers, unwrapped
+from ..layers import MoeMlp, RecordingRouter, RouterRecord
+from ..layers.living import find, living
+from ..layers.router_totals import KEPT, RouterTotals, RoutingSummary
+from .optimizers import is_first_time, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
 
-#: Training forwards between two checks of whether the routers' logits were finite: the log interval of timm's train.py.
-#: A check waits for the device, so it is not done at every step.
-FINITE_CHECK_INTERVAL = 50
+
+def routed_layers(model: nn.Module) -> list[Any]:
+    """The expert layers of a model, however wrapped, whose routers have losses."""
+    return routed(find(MoeMlp, unwrapped(model)))
 
 
-@dataclass(frozen=True)
-class RoutingSummary:
-    """Statistics of a router over a number of training forwards.
-
-    Attributes:
-        losses: mean of each loss by name, without its weight.
-        dropped: fraction of all choices (K for each token) beyond the capacities of their experts.
-        load: fraction of all choices that fell on each expert, dropped ones included; they sum to 1.
-    """
-
-    losses: dict[str, float]
-    dropped: float
-    load: list[float]
-
-    def __str__(self) -> str:
-        losses = "".join(f"{name} loss {value:.3g}, " for name, value in self.losses.items())
-        mean = sum(self.load) / len(self.load)
-        load = " / ".join(f"{share:.1%}" for share in (min(self.load), mean, max(self.load)))
-        return f"{losses}dropped {self.dropped:.1%}, share of an expert min/mean/max {load}"
+def routed(layers: Iterable[MoeMlp]) -> list[Any]:
+    """Those of some layers whose routers have losses."""
+    return [layer for layer in layers if isinstance(layer.router, RecordingRouter)]
 
 
-class _Totals:
-    """Sums over the training forwards of one router, on its device; reading them waits for the device."""
-
-    def __init__(self) -> None:
-        self.forwards = 0
-        self.losses: dict[str, Tensor] = {}
-        self.load: Tensor | int = 0
-        self.dropped: Tensor | int = 0
-        self.not_finite: Tensor | int = 0  # since the last check
-        self.complete = False  # an epoch has ended: the next record starts new sums
-
-    def add(self, record: RouterRecord) -> None:
-        self.forwards += 1
-        self.losses = {name: self.losses.get(name, 0) + loss for name, loss in record.losses.items()}
-        self.load = self.load + record.load
-        self.dropped = self.dropped + record.dropped
-        self.not_finite = self.not_finite + (~record.finite).long()
-
-    def summary(self) -> RoutingSummary:
-        load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
-        choices = max(load.sum().item(), 1.0)
-        return RoutingSummary(
-            losses={name: float(total) / self.forwards for name, total in self.losses.items()},
-            dropped=int(self.dropped) / choices,
-            load=(load / choices).tolist(),
-        )
-
-    def warn_if_not_finite(self, layer: MoeMlp) -> None:
-        """Warn of NaN or Inf in the logits since the last check."""
-        bad, seen = int(self.not_finite), self.forwards % FINITE_CHECK_INTERVAL or FINITE_CHECK_INTERVAL
-        self.not_finite = 0
-        if bad:
-            _logger.warning(
-                f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in {bad} of the last "
-                f"{seen} training forwards."
-            )
+# --- the losses
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
@@ -92,25 +45,117 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval mode, and within
         ``torch.no_grad()``.
     """
-    losses = []
-    for layer in routed_layers(model) if torch.is_grad_enabled() else ():  # without gradients they go on waiting
-        records, totals = layer.router.take(), layer.router.totals
-        if records and (totals is None or totals.complete):
-            totals = layer.router.totals = _Totals()
-        for record in records:
-            totals.add(record)
-        if records and totals.forwards % FINITE_CHECK_INTERVAL == 0:
-            totals.warn_if_not_finite(layer)
-        losses += [record.weighted_loss for record in records if record.weighted_loss is not None]
+    loss = take_losses(routed_layers(model))
+    if loss is not None:
+        return loss
+    reference = next(model.parameters(), None)
+    return torch.zeros((), device=None if reference is None else reference.device)
+
+
+def take_losses(layers: list[Any]) -> Tensor | None:
+    """Sum the losses that wait in layers, which counts as added; None if no record waits."""
+    if not torch.is_grad_enabled():  # they go on waiting
+        return None
+    taken = [(layer, record) for layer in layers for record in layer.router.take()]
+    _keep_statistics(taken)
+    if not taken:
+        return None
+    losses = [record.weighted_loss for _, record in taken if record.weighted_loss is not None]
     if not losses:
-        reference = next(model.parameters(), None)
-        return torch.zeros((), device=None if reference is None else reference.device)
+        return torch.zeros((), device=taken[0][1].load.device)
     return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()  # blocks may be on several GPUs
 
 
-def has_waiting_losses(model: nn.Module) -> bool:
-    """Return True if records wait for :func:`auxiliary_loss`."""
-    return any(layer.router.waiting() for layer in routed_layers(model))
+def add_losses(layers: list[Any], loss: Tensor, scale: float = 1.0) -> Tensor:
+    """Add the losses that wait in layers to a training loss."""
+    router_loss = take_losses(layers)
+    return loss if router_loss is None else loss + router_loss * scale
+
+
+@contextmanager
+def gathering(task: nn.Module) -> Iterator[list[Any]]:
+    """Let the routers gather the records of all forwards of a training task; if it fails, they drop them.
+
+    Yields:
+        The task's layers with losses, for :func:`take_losses` after the block.
+    """
+    layers = routed_layers(task)
+    for layer in layers:
+        layer.router.begin_task()
+    try:
+        yield layers
+    except BaseException:
+        drop_losses(layers)
+        raise
+    finally:
+        for layer in layers:
+            layer.router.end_task()
+
+
+def drop_losses(layers: list[Any]) -> None:
+    """Drop the losses that wait in layers, as those of a batch that is left out."""
+    for layer in layers:
+        layer.router.drop()
+
+
+def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMlp]) -> None:
+    """Begin anew in the layers that an optimizer trains as it steps; see to it that in others nothing piles up.
+
+    Raises:
+        RuntimeError: if losses of routers that it trains wait.
+    """
+    for layer in routed(others):
+        layer.router.end_other_step()
+    routers = [layer.router for layer in routed(trained)]
+    forgotten = [router for router in routers if router.has_pending_losses()]
+    lost = sum(router.totals.lost for router in routers)
+    for router in forgotten or routers:
+        router.end_step()
+    if forgotten:
+        raise RuntimeError(
+            "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
+            "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, give "
+            "Hugging Face's Trainer or Lightning an ExpertCallback of timm_moe.integrations, or create the model with "
+            "aux_loss_weight=0."
+        )
+    if lost and is_first_time(optimizer, "lost losses"):
+        _logger.warning(
+            "The routers' losses of some forwards were not added to the training loss: timm_moe.auxiliary_loss(model) "
+            "holds the losses of the last forward, so call it after each one that is trained on."
+        )
+
+
+# --- the statistics
+
+
+def _keep_statistics(taken: list[tuple[MoeMlp, RouterRecord]]) -> None:
+    """Add records to the totals of their layers."""
+    records = [record for _, record in taken]
+    # Copies, of all layers at once: the outputs of a CUDA graph are written anew in the next step.
+    loads = iter(_copies([record.load for record in records]))
+    losses = iter(_copies([loss for record in records for loss in record.losses.values()]))
+    for layer, record in taken:
+        kept = record._replace(
+            weighted_loss=None, load=next(loads), losses={name: next(losses) for name in record.losses}
+        )
+        totals: RouterTotals = layer.router.totals
+        totals.add(kept)
+        if totals.forwards % KEPT == 0:
+            _warn_of_not_finite(layer)
+
+
+def _copies(tensors: list[Tensor]) -> Iterable[Tensor]:
+    return torch._foreach_add(tensors, 0) if tensors else ()
+
+
+def _warn_of_not_finite(layer: Any) -> None:
+    """Warn of NaN or Inf in the logits since the last look; this waits for the device."""
+    bad, forwards = layer.router.totals.not_finite()
+    if bad:
+        _logger.warning(
+            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in {bad} of the last "
+            f"{forwards} training forwards."
+        )
 
 
 def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingSummary]:
@@ -126,86 +171,37 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     Returns:
         The summary of each layer by its name; layers that were not trained yet are left out.
     """
-    summaries = {}
-    for name, layer in moe_layers(model).items():
-        totals = getattr(layer.router, "totals", None)
-        if totals is not None:
-            summaries[name] = totals.summary()
-            totals.complete |= reset
+    totals = {name: layer.router.totals for name, layer in _recorded(moe_layers(model)).items()}
+    summaries = {name: each.summary() for name, each in totals.items()}
+    for each in totals.values():
+        each.is_complete |= reset
     return summaries
 
 
-@contextmanager
-def gathering(task: nn.Module) -> Iterator[None]:
-    """Let the routers gather the records of all forwards of a training task; if it fails, they drop them."""
-    routers = [layer.router for layer in routed_layers(task)]
-    for router in routers:
-        router.begin_task()
-    try:
-        yield
-    except BaseException:
-        for router in routers:
-            router.forget()
-        raise
-    finally:
-        for router in routers:
-            router.end_task()
+def _recorded(layers: dict[str, MoeMlp]) -> dict[str, Any]:
+    """Those of some layers that have statistics."""
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer.router, RecordingRouter) and layer.router.totals.forwards
+    }
 
 
-@torch.compiler.disable
-def before_step(optimizer: Optimizer, *args: Any) -> None:
-    """Raise RuntimeError if losses of routers that an optimizer trains wait; a pre-hook of every optimizer's step."""
-    routed: list[Any] = [layer for layer in living(MoeMlp) if isinstance(layer.router, RecordingRouter)]
-    trained: list[Any] = trained_layers(optimizer, routed) if routed else []
-    for layer in routed:
-        if layer not in trained:
-            layer.router.end_other_step()
-    forgotten = [layer.router for layer in trained if layer.router.has_pending_losses()]
-    for router in forgotten:
-        router.forget()
-    if forgotten:
-        raise RuntimeError(
-            "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
-            "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, give "
-            "Hugging Face's Trainer or Lightning an ExpertCallback of timm_moe.integrations, or create the model with "
-            "aux_loss_weight=0."
-        )
-    if any(layer.router.discarded for layer in trained) and is_first_time(optimizer, "discarded losses"):
-        _logger.warning(
-            "The routers' losses of some forwards were not added to the training loss: timm_moe.auxiliary_loss(model) "
-            "holds the losses of the last forward, so call it after each one that is trained on."
-        )
-    for layer in trained:
-        layer.router.end_step()
-    biases = (layer.router.balancing_bias for layer in trained)
-    # Without a choice since the last step there is nothing to do, as in the optimizers that another one works by.
-    due = [bias for bias in biases if bias is not None and bias.load is not None]
-    if due and not is_skipped(optimizer):
-        _update_biases(due)
-
-
-def _update_biases(biases: list[BalancingBias]) -> None:
-    """Balance the experts by the choices since the last step, of all processes."""
-    loads: list[Any] = [bias.load for bias in biases]
-    if is_distributed():
-        total = torch.cat([load.to(loads[0].device) for load in loads])
-        torch.distributed.all_reduce(total)
-        loads = list(total.split([len(load) for load in loads]))
-    for bias, load in zip(biases, loads, strict=True):
-        bias.update(load.to(bias.steps.device))
+def current_summaries(layers: dict[str, MoeMlp]) -> dict[str, RoutingSummary]:
+    """The summary of each layer that recorded since its last epoch ended."""
+    return {
+        name: layer.router.totals.summary()
+        for name, layer in _recorded(layers).items()
+        if not layer.router.totals.is_complete
+    }
 
 
 def log_epoch(optimizer: Optimizer) -> None:
     """Log the summary of each router that the optimizer trains, and start new averages; done at the end of an epoch."""
-    for layer in trained_layers(optimizer, living(MoeMlp)):
-        totals = getattr(layer.router, "totals", None)
-        if totals is not None and not totals.complete:
-            totals.warn_if_not_finite(layer)
+    for layer in routed(trained_layers(optimizer, living(MoeMlp))):
+        totals = layer.router.totals
+        if totals.forwards and not totals.is_complete:
+            _warn_of_not_finite(layer)
             if is_primary():
                 _logger.info(f"Routing in {layer.path or 'an expert layer'}: {totals.summary()}.")
-            totals.complete = True
-
-
-def routed_layers(model: nn.Module) -> list[Any]:
-    """The expert layers of a model, however wrapped, whose routers have losses."""
-    return [layer for layer in moe_layers(model).values() if isinstance(layer.router, RecordingRouter)]
+            totals.is_complete = True

@@ -1,0 +1,94 @@
+"""Statistics of a router over its training forwards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Records that are kept at most before they are summed, and so training forwards between two looks for NaN in logits:
+#: the log interval of timm's train.py.
+KEPT = 50
+
+
+@dataclass(frozen=True)
+class RoutingSummary:
+    """Statistics of a router over a number of training forwards.
+
+    Attributes:
+        losses: mean of each loss by name, without its weight.
+        dropped: fraction of all choices (K for each token) beyond the capacities of their experts.
+        load: fraction of all choices that fell on each expert, dropped ones included; they sum to 1.
+    """
+
+    losses: dict[str, float]
+    dropped: float
+    load: list[float]
+
+    def __str__(self) -> str:
+        losses = "".join(f"{name} loss {value:.3g}, " for name, value in self.losses.items())
+        mean = sum(self.load) / len(self.load)
+        load = " / ".join(f"{share:.1%}" for share in (min(self.load), mean, max(self.load)))
+        return f"{losses}dropped {self.dropped:.1%}, share of an expert min/mean/max {load}"
+
+
+class RouterTotals:
+    """Sums over the training forwards of one router, on its device; reading them waits for the device.
+
+    Records are kept, and summed when there are :data:`KEPT` of them or someone asks, so that a forward costs no sum.
+
+    Attributes:
+        forwards: records since the sums began.
+        is_complete: whether an epoch has ended, so that the next record begins new sums.
+        lost: forwards since the last optimizer step whose losses were dropped, as another forward began.
+    """
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.forwards = 0
+        self.is_complete = False
+        self.losses: dict[str, Tensor] = {}
+        self.load: Tensor | int = 0
+        self.dropped: Tensor | int = 0
+        self._not_finite: Tensor | int = 0  # since the last look
+        self._kept: list[Any] = []
+
+    def add(self, record: Any) -> None:
+        """Add a :class:`timm_moe.layers.RouterRecord` that holds no graph, and whose tensors nobody changes."""
+        if self.is_complete:
+            self._begin()
+        self.forwards += 1
+        self._kept.append(record)
+        if len(self._kept) == KEPT:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        for name in kept[0].losses:
+            total = torch.stack([record.losses[name] for record in kept]).sum()
+            self.losses[name] = self.losses.get(name, 0) + total
+        self.load = self.load + torch.stack([record.load for record in kept]).sum(0)
+        self.dropped = self.dropped + torch.stack([record.dropped for record in kept]).sum()
+        self._not_finite = self._not_finite + (~torch.stack([record.finite for record in kept])).sum()
+
+    def summary(self) -> RoutingSummary:
+        """Means over the forwards, of which there is at least one."""
+        self._sum_up()
+        load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
+        choices = max(load.sum().item(), 1.0)
+        return RoutingSummary(
+            losses={name: float(total) / self.forwards for name, total in self.losses.items()},
+            dropped=int(self.dropped) / choices,
+            load=(load / choices).tolist(),
+        )
+
+    def not_finite(self) -> tuple[int, int]:
+        """Forwards with NaN or Inf in the logits, and all forwards, since the last call at most :data:`KEPT` before."""
+        self._sum_up()
+        bad, self._not_finite = int(self._not_finite), 0
+        return bad, self.forwards % KEPT or KEPT

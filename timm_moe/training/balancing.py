@@ -1,0 +1,76 @@
+"""Steps of the balancing biases, :class:`timm_moe.layers.BalancingBias`, by the choices of all processes of a layer."""
+
+import gc
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..layers import BalancingBias, MoeMlp
+from ..layers.living import living
+from .optimizers import is_distributed, is_skipped, trained_layers
+from .router_losses import routed
+
+#: Names of classes that train a model as one over their process_group; by name, as FSDP1's would take long to import.
+_WRAPPERS = (DistributedDataParallel.__name__, "FullyShardedDataParallel")
+
+
+@torch.compiler.disable
+def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Move the biases of layers that an optimizer trains, by the choices since its last step.
+
+    It comes after the step, which may run the forwards itself (Lightning, LBFGS).
+    """
+    layers = [layer for layer in routed(living(MoeMlp)) if layer.router.balancing_bias is not None]
+    layers = [layer for layer in trained_layers(optimizer, layers) if layer.router.balancing_bias.load is not None]
+    # Without a choice there is nothing to do, as in an optimizer that works by one that has done it.
+    if not layers or is_skipped(optimizer):
+        return
+    for group, biases in _by_group(layers):
+        _move(biases, group)
+
+
+def _move(biases: list[BalancingBias], groups: tuple[Any, ...]) -> None:
+    loads: list[Any] = [bias.load for bias in biases]
+    if groups:
+        total = torch.cat([load.to(loads[0].device) for load in loads])
+        for group in groups:
+            distributed.all_reduce(total, group=group)
+        loads = list(total.split([len(load) for load in loads]))
+    for bias, load in zip(biases, loads, strict=True):
+        bias.update(load.to(bias.steps.device))
+
+
+def _by_group(layers: list[Any]) -> list[tuple[tuple[Any, ...], list[BalancingBias]]]:
+    """The biases of layers that the same processes hold, with the groups of these, one for each dimension of a mesh."""
+    together: dict[tuple[Any, ...], list[BalancingBias]] = {}
+    for layer in layers:
+        together.setdefault(_groups_of(layer), []).append(layer.router.balancing_bias)
+    return list(together.items())
+
+
+def _groups_of(layer: Any) -> tuple[Any, ...]:
+    """The process groups over which a layer is trained as one; none if this process trains it alone.
+
+    They are those that the user named, the mesh's (FSDP2), or those of the DistributedDataParallel around it.
+    """
+    bias: BalancingBias = layer.router.balancing_bias
+    if bias.process_groups is None and is_distributed():
+        bias.process_groups = _mesh_groups(layer) or _wrapper_groups(layer)
+    return bias.process_groups or ()
+
+
+def _mesh_groups(layer: Any) -> tuple[Any, ...]:
+    """The groups of the mesh over which a layer's router is spread."""
+    meshes = [parameter.device_mesh for parameter in layer.router.parameters() if hasattr(parameter, "device_mesh")]
+    return tuple(meshes[0].get_all_groups()) if meshes else ()
+
+
+def _wrapper_groups(layer: Any) -> tuple[Any, ...]:
+    """The group of a wrapper around a layer. A layer knows no wrapper, so this looks at all objects of the process."""
+    for each in gc.get_objects():
+        if type(each).__name__ in _WRAPPERS and any(module is layer for module in each.modules()):
+            return (each.process_group,)
+    return ()

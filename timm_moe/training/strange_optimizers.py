@@ -1,0 +1,139 @@
+"""Averaging of optimizers that work by others, or keep weights beside the parameters: a reader may skip this."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+#: Sequences of weights that optimizers keep in a parameter's state, by an entry that tells the optimizer.
+_SEQUENCES = {
+    "z": ("x", "y", "z"),  # schedule-free ones
+    "lookahead_slow_buff": ("lookahead_slow_buff",),
+}
+#: Those, and of MADGRAD.
+_ENTRIES = {*_SEQUENCES, "x0"}
+
+
+def with_hooks(optimizer: Any) -> Optimizer:
+    """The optimizer that really steps, with torch's step hooks.
+
+    Raises:
+        TypeError: if it is not a torch.optim.Optimizer.
+        ValueError: if its step was replaced before it had hooks.
+    """
+    while hasattr(optimizer, "step_was_skipped"):  # Accelerate's, whose step may be skipped: the one inside counts
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed. If it works "
+            "by one, give that; else call timm_moe.average_experts_(model, rate) after each of its steps."
+        )
+    was_hooked = _is_hooked(optimizer)
+    _install_hooks(optimizer)
+    if not was_hooked and not hasattr(optimizer.step, "hooked"):
+        raise ValueError(
+            f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: make "
+            "the averaging right after the optimizer."
+        )
+    return optimizer
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
+
+
+def _install_hooks(optimizer: Optimizer) -> None:
+    """Give step hooks to an optimizer, and to those that it works by."""
+    if not _is_hooked(optimizer):
+        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this does, too.
+        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer) and not _is_hooked(inner):
+            _install_hooks(inner)
+
+
+class Steps:
+    """Steps of optimizers that work by one another: timm's Lookahead, SAM. Mostly there is one optimizer.
+
+    Args:
+        after_step: post-hook of the step of each of them.
+
+    Attributes:
+        optimizers: those that were followed so far, held weakly.
+    """
+
+    def __init__(self, after_step: Callable[[Optimizer, Any, Any], None]):
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._after_step = after_step
+        self._begun: list[Optimizer] = []  # the outermost first
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Call the hook after each step of an optimizer."""
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self.optimizers.values():
+            handle.remove()
+
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Note that a step begins; tell if it is no part of another one's."""
+        self.follow(optimizer)
+        if optimizer in self._begun:  # none steps twice within a step: an earlier one has raised
+            self._begun = []
+        self._begun.append(optimizer)
+        return len(self._begun) == 1
+
+    def end(self, optimizer: Optimizer) -> bool:
+        """Note that a step ends; tell if it is the outermost."""
+        is_outermost = self._begun[:1] == [optimizer]
+        if is_outermost:
+            self._begun = []
+        return is_outermost
+
+    def are_running(self) -> bool:
+        return bool(self._begun)
+
+
+def average_kept_(
+    optimizers: Iterable[Optimizer],
+    due: list[tuple[Tensor, Any]],
+    average_all_: Callable[[Iterable[tuple[Tensor, Any]]], None],
+) -> None:
+    """Average the weights that optimizers keep beside parameters, which would undo their averaging.
+
+    Args:
+        optimizers: that may hold some in their states.
+        due: parameters (E, ...) with their share rates.
+        average_all_: averages such a list.
+    """
+    kept = {}
+    for optimizer in optimizers:
+        for stacked, rate in due:
+            state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for others' parts
+            if _ENTRIES.isdisjoint(state):
+                continue
+            names = {name for key, names in _SEQUENCES.items() if key in state for name in names}
+            for weights in (state.get(name) for name in names):
+                if isinstance(weights, Tensor) and weights.shape == stacked.shape:
+                    kept[id(weights)] = (weights, rate)
+            if "x0" in state:
+                groups = (group for group in optimizer.param_groups if any(p is stacked for p in group["params"]))
+                eps = next(groups)["eps"]
+                _average_start_(state, eps, lambda z, rate=rate: average_all_([(z, rate)]))
+    average_all_(kept.values())
+
+
+def _average_start_(state: dict[str, Tensor], eps: float, average_: Callable[[Tensor], None]) -> None:
+    """Average what MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
+
+    The size is each expert's own, so that the mean of z stays only if z itself is averaged: the start moves by as much
+    as z. (Without momentum the start follows from the parameter.)
+    """
+    z = state["x0"] - state["s"] / (state["grad_sum_sq"].pow(1 / 3) + eps)
+    averaged = z.clone()
+    average_(averaged)
+    state["x0"] += averaged - z
