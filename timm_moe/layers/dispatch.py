@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .functional import Function, Mode, current_mode
+from .functional import Mode, caller, current_mode
 
 #: Round n / d for whole numbers n >= 0 and d; ONNX truncates quotients of negative numbers.
 ROUNDINGS: dict[str, Callable[[int, int], int]] = {
@@ -313,7 +313,7 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
-    return _ToExperts.call(x_TD, *_way(routing), None)
+    return _to_experts(x_TD, *_way(routing), None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
@@ -321,11 +321,11 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     gates = None if routing.gates is None else routing.gates.to(y_ND.dtype)
     if routing.slots is None or routing.starts is not None:  # each slot is of one row
         y_ND = y_ND if gates is None else y_ND * gates.view(-1, 1)
-        return _ToRows.call(y_ND, *_way(routing), None)
+        return _to_rows(y_ND, *_way(routing), None)
     is_dropped_M1 = None  # without a capacity their slots are past the last offset
     if routing.capacity is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
-    y_KTD = _ToRows.call(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
+    y_KTD = _to_rows(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
     if gates is not None:
         y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
     return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0)
@@ -343,7 +343,7 @@ def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
 # run. M is K T where rows have K slots, else T.
 
 
-class _ToExperts(Function):
+class _ToExperts(torch.autograd.Function):
     """(N, D): the row of each slot; the derivative sums the slots of each row."""
 
     @staticmethod
@@ -361,13 +361,13 @@ class _ToExperts(Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         token_N, slot_M, starts_T, _ = ctx.saved_tensors
-        grad = _ToRows.call(grad_ND, token_N, slot_M, starts_T, None)  # what is dropped has no gradient
+        grad = _to_rows(grad_ND, token_N, slot_M, starts_T, None)  # what is dropped has no gradient
         if grad.shape[0] != ctx.rows:
             grad = grad.unflatten(0, (-1, ctx.rows)).sum(0)
         return grad, None, None, None, None
 
 
-class _ToRows(Function):
+class _ToRows(torch.autograd.Function):
     """(M, D): the output of each choice, zero for dropped ones, or the sum of the slots of each row."""
 
     @staticmethod
@@ -387,10 +387,10 @@ class _ToRows(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
-        return _ToSlots.call(grad_MD, *ctx.saved_tensors), None, None, None, None
+        return _to_slots(grad_MD, *ctx.saved_tensors), None, None, None, None
 
 
-class _ToSlots(Function):
+class _ToSlots(torch.autograd.Function):
     """(N, D): the derivative of the above, zero for slots that no choice has."""
 
     @staticmethod
@@ -409,4 +409,7 @@ class _ToSlots(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        return _ToRows.call(grad_ND, *ctx.saved_tensors), None, None, None, None
+        return _to_rows(grad_ND, *ctx.saved_tensors), None, None, None, None
+
+
+_to_experts, _to_rows, _to_slots = caller(_ToExperts), caller(_ToRows), caller(_ToSlots)

@@ -16,7 +16,7 @@ from .checks import check_choice
 from .expert_dispatcher import Dispatcher
 from .fine_grained import HiddenUnits
 from .functional import Mode, call_with, current_mode
-from .grouped import Runs, multiplies_by_offsets, runs_by_offsets, sizes_of_runs
+from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent", "drop")
@@ -257,14 +257,11 @@ class Experts(StackedParameters):
         if capacity is not None:
             return self.run_batched(x_ND, capacity, mode).flatten(0, 1)
         assert end_E is not None
-        by_offsets = self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)
-        if not (by_offsets or end_E.is_cpu or end_E.is_meta):
-            end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward
         if self._grouped is None:
             *parts, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
             outputs = [network(rows) for network, rows in zip(self.each(mode), parts, strict=True)]
             return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
-        runs = runs_by_offsets(end_E, x_ND.shape[0]) if by_offsets else Runs(end_E)
+        runs = runs_of(end_E, x_ND, *self._widths)
         tensors: dict[str, Tensor | None] = {**self.expert_weights()}
         for path in self._weights:
             tensors |= {f"{path}.{name}".strip("."): value for name, value in zip(Runs._fields, runs, strict=True)}

@@ -1,6 +1,6 @@
 """The modes in which a call runs, and calls of a network or an autograd function."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from enum import Enum, auto
 from typing import Any
@@ -79,32 +79,32 @@ def with_tensors(
     return copied
 
 
-class Function(torch.autograd.Function):
-    """An autograd function with ``setup_context``, as torch.func needs it, to be called by :meth:`call`."""
+def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
+    """A function that applies an autograd function, which has a ``setup_context``, in the least time.
 
-    @classmethod
-    def call(cls, *args: Any) -> Any:
-        """Apply the function, in the least time: torch takes long to find the arguments of ``setup_context``.
+    Only torch.func and Dynamo need ``setup_context``, for whose arguments torch looks long in each call. Without
+    gradients the autograd function is only needed in forward mode, where it raises: bare operators give zeros.
+    Compilers know the formulas of an operator of this package (``is_operator``).
+    """
 
-        Without gradients it is not needed, unless in forward mode, where it raises: bare operators give zeros.
-        """
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
+
+    methods = dict(forward=staticmethod(forward), backward=staticmethod(function.backward))
+    in_one_step: Any = type(function.__name__, (torch.autograd.Function,), methods)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (function.forward if is_operator else function.apply)(*args)
         if torch._C._are_functorch_transforms_active():
-            return cls.apply(*args)
+            return function.apply(*args)
         if torch.is_grad_enabled() or any(map(_is_dual, args)):
-            return cls.in_one_step.apply(*args)  # type: ignore[attr-defined]
-        return cls.forward(*args)
+            return in_one_step.apply(*args)
+        return function.forward(*args)
 
-    def __init_subclass__(cls) -> None:
-        if "setup_context" not in vars(cls):
-            return
-
-        def forward(ctx: Any, *args: Any) -> Any:
-            output = cls.forward(*args)
-            cls.setup_context(ctx, args, output)
-            return output
-
-        names = dict(forward=staticmethod(forward), backward=staticmethod(cls.backward))
-        cls.in_one_step = type(cls.__name__, (torch.autograd.Function,), names)
+    return call
 
 
 def _is_dual(x: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import Function, autocast_dtype
+from .functional import autocast_dtype, caller
 
 
 class Runs(NamedTuple):
@@ -25,8 +25,8 @@ class Runs(NamedTuple):
         end: (E,) integers that do not decrease, at most N.
         expert: (N,) the expert of each row where products are by offsets on a GPU, some expert after the last run;
             else None, and each product reads ``end`` on the host.
-        is_after: (N, 1) whether a row is after the last run; None if no row is.
-        is_idle: (E, 1, 1) whether an expert has no rows; None where the host knows.
+        is_after: (N, 1) whether a row is after the last run; None without ``expert``.
+        is_idle: (E, 1, 1) whether an expert has no rows; None without ``expert``.
     """
 
     end: Tensor
@@ -34,27 +34,34 @@ class Runs(NamedTuple):
     is_after: Tensor | None = None
     is_idle: Tensor | None = None
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self if tensor is not None)
 
-def runs_by_offsets(end_E: Tensor, rows: int, is_full: bool = False) -> Runs:
-    """Prepare products that read nothing on the host, of N rows, which the runs fill if ``is_full``."""
+
+def runs_of(end_E: Tensor, x_ND: Tensor, *widths: int) -> Runs:
+    """Prepare products of rows with matrices of these widths; the host waits here, if at all."""
+    if end_E.is_cpu or end_E.is_meta:
+        return Runs(end_E)
+    return runs_by_offsets(end_E, x_ND.shape[0]) if multiplies_by_offsets(x_ND, *widths) else Runs(end_E.cpu())
+
+
+def runs_by_offsets(end_E: Tensor, rows: int) -> Runs:
+    """Prepare products that read nothing on the host."""
     end_E = end_E.int()
     row_N = torch.arange(rows, device=end_E.device, dtype=torch.int32)
     expert_N = torch.searchsorted(end_E, row_N, right=True)
     is_idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
-    is_after_N1 = None
-    if not is_full:
-        is_after_N1 = (expert_N == end_E.shape[0]).unsqueeze(1)
-        expert_N = expert_N.clamp(max=end_E.shape[0] - 1)
-    return Runs(end_E, expert_N, is_after_N1, is_idle_E.view(-1, 1, 1))
+    is_after_N1 = (expert_N == end_E.shape[0]).unsqueeze(1)
+    return Runs(end_E, expert_N.clamp(max=end_E.shape[0] - 1), is_after_N1, is_idle_E.view(-1, 1, 1))
 
 
 def batched_linear(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
     """``x[e] @ weight[e].T + bias[e]`` for each expert, (E, C, H); under autocast in its dtype."""
     dtype = autocast_dtype(x_ECD)
-    return _BatchedLinear.call(_cast(x_ECD, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype))
+    return _batched(_cast(x_ECD, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype))
 
 
-class _BatchedLinear(Function):
+class _BatchedLinear(torch.autograd.Function):
     """torch's own formula would transpose the weights' gradients, and copy them to the parameters' layout."""
 
     @staticmethod
@@ -76,6 +83,9 @@ class _BatchedLinear(Function):
         return grad_x, grad_weight, grad_ECH.sum(1) if needs_bias else None
 
 
+_batched = caller(_BatchedLinear)
+
+
 def _cast(x: Any, dtype: torch.dtype | None) -> Any:
     return x if x is None or dtype is None else x.to(dtype)
 
@@ -95,23 +105,23 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, run
         RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode differentiation.
     """
     dtype = autocast_dtype(x_ND)
-    return _Linear.call(_cast(x_ND, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype), *runs)
+    return _linear(_cast(x_ND, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype), *runs.tensors())
 
 
 def spread_over_rows(stacked_EH: Tensor, runs: Runs, rows: int) -> Tensor:
     """(N, H): for each row the vector of its expert; zero after the last run."""
     nothing_ND, nothing_EHD = stacked_EH.new_empty(rows, 0), stacked_EH.new_empty(*stacked_EH.shape, 0)
-    return _Linear.call(nothing_ND, nothing_EHD, stacked_EH, *runs)  # a bias alone
+    return _linear(nothing_ND, nothing_EHD, stacked_EH, *runs.tensors())  # a bias alone
 
 
 # Each of the two is the other's derivative. torch.func needs them: it knows no formulas of operators.
 
 
-class _Linear(Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *runs: Any) -> Tensor:
-        if runs and runs[0] is not None:
-            return _linear_by_offsets(x_ND, weight_EHD, bias_EH, Runs(end_E, *runs))
+        if runs:
+            return torch.ops.timm_moe.linear_by_offsets(x_ND, weight_EHD, bias_EH, end_E, *runs)
         return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
 
     @staticmethod
@@ -125,17 +135,17 @@ class _Linear(Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = _Linear.call(grad_NH, weight_EHD.transpose(1, 2), None, *runs)
+            grad_x = _linear(grad_NH, weight_EHD.transpose(1, 2), None, *runs)
         if needs_weight or needs_bias:
-            grad_weight, grad_bias = _Outer.call(grad_NH, x_ND, needs_bias, *runs)
+            grad_weight, grad_bias = _outer(grad_NH, x_ND, needs_bias, *runs)
         return grad_x, grad_weight, grad_bias if needs_bias else None, *(None for _ in runs)
 
 
-class _Outer(Function):
+class _Outer(torch.autograd.Function):
     @staticmethod
     def forward(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *runs: Any) -> tuple[Tensor, Tensor]:
-        if runs and runs[0] is not None:
-            return _outer_by_offsets(y_NH, x_ND, with_sum, Runs(end_E, *runs))
+        if runs:
+            return torch.ops.timm_moe.outer_by_offsets(y_NH, x_ND, with_sum, end_E, *runs)
         return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, with_sum, end_E)
 
     @staticmethod
@@ -149,19 +159,23 @@ class _Outer(Function):
         needs_y, needs_x, *_ = ctx.needs_input_grad
         grad_y = grad_x = None
         if needs_y:
-            grad_y = _Linear.call(x_ND, grad_EHD, grad_EH if ctx.with_sum else None, *runs)
+            grad_y = _linear(x_ND, grad_EHD, grad_EH if ctx.with_sum else None, *runs)
         if needs_x:
-            grad_x = _Linear.call(y_NH, grad_EHD.transpose(1, 2), None, *runs)
+            grad_x = _linear(y_NH, grad_EHD.transpose(1, 2), None, *runs)
         return grad_y, grad_x, None, *(None for _ in runs)
 
 
-_SCHEMAS = {
-    "timm_moe::grouped_linear": "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor",
-    "timm_moe::grouped_outer": "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)",
-}
-for _name, _schema in _SCHEMAS.items():
-    # They read their last tensor on the host, which a CUDA graph would not repeat.
-    torch.library.define(_name, _schema, tags=torch.Tag.cudagraph_unsafe)
+_linear, _outer = caller(_Linear, is_operator=True), caller(_Outer, is_operator=True)
+
+_RUNS = "Tensor end, Tensor expert, Tensor is_after, Tensor is_idle"
+# The first two read their last tensor on the host, which a CUDA graph would not repeat.
+for _name, _schema, _tags in (
+    ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", torch.Tag.cudagraph_unsafe),
+    ("grouped_outer", "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)", torch.Tag.cudagraph_unsafe),
+    ("linear_by_offsets", f"(Tensor x, Tensor weight, Tensor? bias, {_RUNS}) -> Tensor", ()),
+    ("outer_by_offsets", f"(Tensor y, Tensor x, bool with_sum, {_RUNS}) -> (Tensor, Tensor)", ()),
+):
+    torch.library.define(f"timm_moe::{_name}", _schema, tags=_tags)
 
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
@@ -220,7 +234,9 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     return torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
 
 
-def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, runs: Runs) -> Tensor:
+@torch.library.impl("timm_moe::linear_by_offsets", "CompositeExplicitAutograd")
+def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor) -> Tensor:
+    runs = Runs(*of_rows)
     _check_devices(x_ND, weight_EHD, bias_EH, runs.end)
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
         weight_EHD = weight_EHD.contiguous()
@@ -231,10 +247,12 @@ def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None,
         bias_NH = bias_EH.index_select(0, runs.expert)
         y_NH = bias_NH if y_NH is None else y_NH + bias_NH
     assert y_NH is not None
-    return y_NH if runs.is_after is None else y_NH.masked_fill(runs.is_after, 0)  # not written by grouped_mm
+    return y_NH.masked_fill(runs.is_after, 0)  # not written by grouped_mm
 
 
-def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, runs: Runs) -> tuple[Tensor, Tensor]:
+@torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")
+def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
+    runs = Runs(*of_rows)
     experts = runs.end.shape[0]
     y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
     if x_ND.shape[1] == 0:
@@ -246,8 +264,7 @@ def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, runs: Runs) ->
         return product_EHD, y_NH.new_empty(experts, 0)
     # Sums by atomic operations would differ from run to run.
     is_of_EN = torch.arange(experts, device=runs.end.device).unsqueeze(1) == runs.expert
-    if runs.is_after is not None:
-        is_of_EN = is_of_EN & ~runs.is_after.t()
+    is_of_EN = is_of_EN.masked_fill(runs.is_after.t(), False)
     return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
 
 
@@ -261,25 +278,34 @@ def _check_devices(*tensors: Tensor | None) -> None:
         )
 
 
-@torch.library.register_fake("timm_moe::grouped_linear")
-def _linear_of_shapes(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+def _linear_of_shapes(
+    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *of_rows: Tensor
+) -> Tensor:
     if weight_EHD.shape[0] != end_E.shape[0]:
         raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
     _check_devices(x_ND, weight_EHD, bias_EH, None if end_E.is_cpu else end_E)  # the host may know the lengths alone
     return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
 
 
-@torch.library.register_fake("timm_moe::grouped_outer")
-def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor) -> tuple[Tensor, Tensor]:
+def _outer_of_shapes(
+    y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *of_rows: Tensor
+) -> tuple[Tensor, Tensor]:
     _check_devices(x_ND, y_NH, None if end_E.is_cpu else end_E)
     experts, height = end_E.shape[0], y_NH.shape[1]
     return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(experts, height if with_sum else 0)
 
 
-torch.library.register_autograd("timm_moe::grouped_linear", _Linear.backward, setup_context=_Linear.setup_context)
-torch.library.register_autograd("timm_moe::grouped_outer", _Outer.backward, setup_context=_Outer.setup_context)
-
-
-@register_flop_formula([torch.ops.timm_moe.grouped_linear, torch.ops.timm_moe.grouped_outer])
 def _flops(first_shape: Any, second_shape: Any, *_: Any, **__: Any) -> int:
     return 2 * first_shape[0] * first_shape[1] * second_shape[1]
+
+
+for _names, _fake, _function in (
+    (("grouped_linear", "linear_by_offsets"), _linear_of_shapes, _Linear),
+    (("grouped_outer", "outer_by_offsets"), _outer_of_shapes, _Outer),
+):
+    for _name in _names:
+        torch.library.register_fake(f"timm_moe::{_name}", _fake)
+        torch.library.register_autograd(
+            f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context
+        )
+        register_flop_formula(getattr(torch.ops.timm_moe, _name))(_flops)

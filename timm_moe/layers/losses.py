@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import Function
+from .functional import caller
 
 
 def importance_loss(gate_GSE: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tens
     threshold_GS1 = noisy_logits_GSE.gather(2, last_choice_GS.unsqueeze(2))
     # A chance is (1 + erf) / 2, and factors of all chances do not change the variation.
     erf_GSE = ((logits_GSE - threshold_GS1) * (0.5**0.5 / noise_std)).erf()
-    return _SquaredVariation.call(erf_GSE.sum(1) + logits_GSE.shape[1])
+    return _squared_variation(erf_GSE.sum(1) + logits_GSE.shape[1])
 
 
 def balance_loss(gate_GSE: Tensor, load_GE: Tensor, choices: int) -> Tensor:
@@ -65,7 +65,7 @@ def _entropy(gate: Tensor) -> Tensor:
     return -(gate * gate.clamp(min=1e-20).log()).sum(-1)  # a gate may be rounded to zero
 
 
-class _SquaredVariation(Function):
+class _SquaredVariation(torch.autograd.Function):
     """Squared coefficient of variation over the experts, by the population's variance, as in the reference."""
 
     @staticmethod
@@ -83,3 +83,6 @@ class _SquaredVariation(Function):
         variance_G1, mean_G1 = torch.var_mean(x_GE, 1, correction=0, keepdim=True)
         factor_G1 = grad_G.unsqueeze(1) * (2 / x_GE.shape[1]) / mean_G1.square()
         return factor_G1 * (x_GE - (mean_G1 + variance_G1 / mean_G1))
+
+
+_squared_variation = caller(_SquaredVariation)
