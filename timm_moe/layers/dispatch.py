@@ -90,15 +90,16 @@ class Routing(NamedTuple):
     def for_all_rows(self, rows: int) -> "Routing":
         """The routing of all rows of the images that this one routes, (B, rows)."""
 
-        def spread(of_images: Tensor | None) -> Tensor | None:
-            return None if of_images is None else of_images.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)
+        def spread(of_images: Tensor | None) -> Any:
+            """(B, K) to (B rows, K), all first choices first."""
+            return None if of_images is None else of_images.t().unsqueeze(2).expand(-1, -1, rows).flatten(1).t()
 
         row = torch.arange(rows, device=self.token_indices.device)
-        slots = None if self.slots is None else self.slots.unsqueeze(1) * rows + row.unsqueeze(1)
+        slots = None if self.slots is None else (self.slots.t().unsqueeze(2) * rows + row).flatten(1).t()
         return Routing(
             token_indices=(self.token_indices.unsqueeze(1) * rows + row).flatten(),
             offsets=None if self.offsets is None else self.offsets * rows,
-            slots=None if slots is None else slots.flatten(0, 1),
+            slots=slots,
             gates=spread(self.gates),
             capacity=None if self.capacity is None else self.capacity * rows,
             is_dropped=spread(self.is_dropped),
