@@ -208,9 +208,7 @@ class Queues(NamedTuple):
     load: Tensor
 
 
-def queue(
-    expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None, mode: Mode = Mode.EAGER
-) -> Queues:
+def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None, mode: Mode = Mode.EAGER) -> Queues:
     """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
 
     With priorities, rows of a higher one go first, equal ones in row order (batch priority routing, algorithm 2).
@@ -255,13 +253,14 @@ def assign(
     groups, rows, choices = expert_GSK.shape
     num_experts, num_slots = queues.load.shape[1], expert_GSK.numel()
     expert_GKS, rank_GKS = expert_GSK.transpose(1, 2), queues.rank.transpose(1, 2)
-    is_dropped_GKS = offsets = of_expert = None
+    is_dropped_GKS: Tensor | None = None
+    offsets = of_expert = None
     if capacity is not None:
         is_dropped_GKS = rank_GKS > capacity
         most = groups * num_experts * capacity + 1
         if has_equal_slots(expert_GSK.device, mode) and not (may_wait and most > 4 * num_slots + 1):
             of_expert = groups * capacity + 1
-    if of_expert is not None:
+    if capacity is not None and is_dropped_GKS is not None and of_expert is not None:
         num_slots = num_experts * of_expert
         place_GKS = rank_GKS
         if groups > 1:

@@ -48,7 +48,7 @@ def call_with(
     for path, module in modules.items():
         if network.get_submodule(path) is not module:
             network.set_submodule(path, module)
-    return torch.func.functional_call(network, dict(tensors), (x,))
+    return torch.func.functional_call(network, dict(tensors), (x,))  # type: ignore[arg-type]
 
 
 def with_tensors(

@@ -167,11 +167,16 @@ class _Outer(torch.autograd.Function):
 
 _linear, _outer = caller(_Linear, is_operator=True), caller(_Outer, is_operator=True)
 
+_HOST = torch.Tag.cudagraph_unsafe
 _RUNS = "Tensor end, Tensor expert, Tensor is_after, Tensor is_idle"
 # The first two read their last tensor on the host, which a CUDA graph would not repeat.
 for _name, _schema, _tags in (
-    ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", torch.Tag.cudagraph_unsafe),
-    ("grouped_outer", "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)", torch.Tag.cudagraph_unsafe),
+    ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", _HOST),
+    (
+        "grouped_outer",
+        "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)",
+        torch.Tag.cudagraph_unsafe,
+    ),
     ("linear_by_offsets", f"(Tensor x, Tensor weight, Tensor? bias, {_RUNS}) -> Tensor", ()),
     ("outer_by_offsets", f"(Tensor y, Tensor x, bool with_sum, {_RUNS}) -> (Tensor, Tensor)", ()),
 ):
@@ -236,35 +241,35 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
 
 @torch.library.impl("timm_moe::linear_by_offsets", "CompositeExplicitAutograd")
 def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor) -> Tensor:
-    runs = Runs(*of_rows)
-    _check_devices(x_ND, weight_EHD, bias_EH, runs.end)
+    end_E, expert_N, is_after_N1, _ = of_rows
+    _check_devices(x_ND, weight_EHD, bias_EH, end_E)
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
         weight_EHD = weight_EHD.contiguous()
     y_NH = None
     if x_ND.shape[1]:  # else a bias alone
-        y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=runs.end)
+        y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E)
     if bias_EH is not None:
-        bias_NH = bias_EH.index_select(0, runs.expert)
+        bias_NH = bias_EH.index_select(0, expert_N)
         y_NH = bias_NH if y_NH is None else y_NH + bias_NH
     assert y_NH is not None
-    return y_NH.masked_fill(runs.is_after, 0)  # not written by grouped_mm
+    return y_NH.masked_fill(is_after_N1, 0)  # not written by grouped_mm
 
 
 @torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")
 def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
-    runs = Runs(*of_rows)
-    experts = runs.end.shape[0]
+    end_E, expert_N, is_after_N1, is_idle_E11 = of_rows
+    experts = end_E.shape[0]
     y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
     if x_ND.shape[1] == 0:
         product_EHD = y_NH.new_empty(experts, y_NH.shape[1], 0)
     else:
-        product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=runs.end)
-        product_EHD = product_EHD.masked_fill(runs.is_idle, 0)  # not written by grouped_mm
+        product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E)
+        product_EHD = product_EHD.masked_fill(is_idle_E11, 0)  # not written by grouped_mm
     if not with_sum:
         return product_EHD, y_NH.new_empty(experts, 0)
     # Sums by atomic operations would differ from run to run.
-    is_of_EN = torch.arange(experts, device=runs.end.device).unsqueeze(1) == runs.expert
-    is_of_EN = is_of_EN.masked_fill(runs.is_after.t(), False)
+    is_of_EN = torch.eq(torch.arange(experts, device=end_E.device).unsqueeze(1), expert_N)
+    is_of_EN = is_of_EN.masked_fill(is_after_N1.t(), False)
     return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
 
 
@@ -305,7 +310,5 @@ for _names, _fake, _function in (
 ):
     for _name in _names:
         torch.library.register_fake(f"timm_moe::{_name}", _fake)
-        torch.library.register_autograd(
-            f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context
-        )
+        torch.library.register_autograd(f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context)
         register_flop_formula(getattr(torch.ops.timm_moe, _name))(_flops)

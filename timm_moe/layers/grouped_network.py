@@ -4,8 +4,8 @@ Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
 """
 
 import copy
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
@@ -97,9 +97,9 @@ def _replace(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _original(module: nn.Module) -> type:
-    """The class of a module; of a subclass that only has another name or constructor, the class that it derives from."""
-    kind = type(module)
+def _original(module: nn.Module) -> Any:
+    """The class of a module, or the one that it derives from, if it only has another name or constructor."""
+    kind: Any = type(module)
     while len(kind.__bases__) == 1 and not vars(kind).keys() - _OWN_NAMES:
         kind = kind.__bases__[0]
     return kind

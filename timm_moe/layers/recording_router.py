@@ -167,9 +167,7 @@ class RecordingRouter(Router):
             raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
         return torch.is_grad_enabled()
 
-    def record(
-        self, losses: dict[str, Tensor], load_GE: Tensor, chosen: Tensor, is_dropped: Tensor | None
-    ) -> None:
+    def record(self, losses: dict[str, Tensor], load_GE: Tensor, chosen: Tensor, is_dropped: Tensor | None) -> None:
         """Take a record; the arguments are the fields of :class:`RouterRecord`, the losses with their gradients.
 
         Raises:

@@ -437,8 +437,8 @@ def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor
     """
     if k == 1 and bias is None:
         return gate.max(-1, keepdim=True)
-    rest, chosen = gate.detach(), []
-    rest = rest if bias is None else bias(rest)
+    chosen: list[Tensor] = []
+    rest = gate.detach() if bias is None else bias(gate.detach())
     for number in range(k):  # ONNX has no stable sort
         if number:
             rest = rest.scatter(-1, chosen[-1], -torch.inf)
