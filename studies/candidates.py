@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from timm_moe import RouterSpec, moe_layers, register_router
@@ -70,13 +69,7 @@ class ImagePartition(RandomPartition):
 
     def forward(self, x: Tensor) -> Routing:
         """Partition the images of x (B, N, D)."""
-        of_images = super().forward(x[:, 0])
-        rows = x.shape[1]
-        row = torch.arange(rows, device=x.device)
-        indices = (of_images.token_indices, of_images.slots)
-        token_indices, slots = ((index.view(-1, 1) * rows + row).flatten() for index in indices)
-        gates = None if of_images.gates is None else of_images.gates.repeat_interleave(rows, 0)
-        return Routing(token_indices, of_images.offsets * rows, slots.unsqueeze(1), gates)
+        return super().forward(x[:, 0]).for_all_rows(x.shape[1])
 
 
 def whole_images(model: nn.Module) -> None:

@@ -131,9 +131,14 @@ def cases(arrays, letter):
         yield SimpleNamespace(**{name.removeprefix(prefix): v for name, v in arrays.items() if name.startswith(prefix)})
 
 
+def loads(choice_GSK, num_experts):
+    """(G, E) number of choices of each expert."""
+    return torch.nn.functional.one_hot(choice_GSK, num_experts).sum((1, 2))
+
+
 def dense_combine(routing, num_experts):
     """(T, E) weight with which each expert's output enters each row."""
     combined = torch.zeros(routing.slots.shape[0], num_experts + 1)  # the last is of dropped choices
-    for expert, weight in zip(routing.experts().T, routing.gates.T, strict=True):
+    for expert, weight in zip(routing.experts().T, routing.weights().T, strict=True):
         combined = combined.scatter_add(1, expert.unsqueeze(1), weight.unsqueeze(1))
     return combined[:, :num_experts]

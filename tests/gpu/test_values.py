@@ -20,7 +20,7 @@ from timm_moe.layers import (
     TilingRouter,
     TopKRouter,
 )
-from timm_moe.layers.grouped import grouped_linear
+from timm_moe.layers.grouped import grouped_linear, runs_of
 
 TOLERANCE = {
     torch.float64: dict(rtol=1e-9, atol=1e-11),
@@ -98,7 +98,7 @@ def test_products_of_runs_are_those_of_a_cpu(device, dtype, width, end_device):
     results = []
     for place in ("cpu", device):
         tensors = [tensor.to(place, dtype, copy=True).requires_grad_() for tensor in (x, weight, bias)]
-        y = grouped_linear(*tensors, end.to(place if end_device == "device" else "cpu"))
+        y = grouped_linear(*tensors, runs_of(end.to(place if end_device == "device" else "cpu"), tensors[0], 8))
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
         results.append([tensor.cpu() for tensor in (y, *(tensor.grad for tensor in tensors))])
     for expected, actual in zip(*results, strict=True):

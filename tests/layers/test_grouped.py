@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import timm_moe
 from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter, grouped, routing_to
-from timm_moe.layers.grouped import grouped_linear, spread_over_rows
+from timm_moe.layers.grouped import Runs, grouped_linear, spread_over_rows
 from timm_moe.layers.grouped_network import grouped_form
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_single_rows(sizes, after, width, heig
     with pytest.MonkeyPatch.context() as patch:
         if compiled:  # the road alone
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        y = grouped_linear(x, weight, bias, end)
+        y = grouped_linear(x, weight, bias, Runs(end))
         expected = slow_linear(x, weight, bias, end) + 0 * sum(t.sum() for t in inputs)  # all take part
         tolerance = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         torch.testing.assert_close(y, expected, **tolerance)
@@ -74,12 +74,12 @@ def test_derivatives_of_every_order(bias):
     inputs = [t for t in (x, weight, bias) if t is not None]
 
     def call(x, weight, bias=None):
-        return grouped_linear(x, weight, bias, end)
+        return grouped_linear(x, weight, bias, Runs(end))
 
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
     vectors = torch.randn_like(weight[..., 0]).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda vectors: spread_over_rows(vectors, end, 7), vectors)
+    assert torch.autograd.gradgradcheck(lambda vectors: spread_over_rows(vectors, Runs(end), 7), vectors)
     assert torch.autograd.gradgradcheck(lambda *a: torch.ops.timm_moe.grouped_linear(*a, None, end), inputs[:2])
 
 
@@ -87,7 +87,7 @@ def test_forward_mode_is_an_error_and_not_zero():
     x, weight, bias, end = (t.detach() for t in tensors([2, 0, 3, 1]))
 
     def loss(weight, x):
-        return grouped_linear(x, weight, bias, end).square().sum()
+        return grouped_linear(x, weight, bias, Runs(end)).square().sum()
 
     def slow(weight, x):
         return slow_linear(x, weight, bias, end).square().sum()
@@ -105,44 +105,40 @@ def test_torch_accepts_the_operators(sizes, after):
     for arguments in ((x, weight, bias, end), (x, weight, None, end)):
         torch.library.opcheck(torch.ops.timm_moe.grouped_linear.default, arguments)
     for with_sum in (True, False):
-        arguments = (torch.randn(len(x), 5, dtype=x.dtype, requires_grad=True), x, end, with_sum)
+        arguments = (torch.randn(len(x), 5, dtype=x.dtype, requires_grad=True), x, with_sum, end)
         torch.library.opcheck(torch.ops.timm_moe.grouped_outer.default, arguments)
 
 
 def test_autocast_and_dtypes_as_a_linear_layer():
     x, weight, bias, end = tensors([2, 0, 3], dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        y = grouped_linear(x, weight, bias, end)
+        y = grouped_linear(x, weight, bias, Runs(end))
         assert y.dtype == F.linear(x, weight[0], bias[0]).dtype == torch.bfloat16
-        assert grouped_linear(*(t.double() for t in (x, weight, bias)), end).dtype == torch.float64
+        assert grouped_linear(*(t.double() for t in (x, weight, bias)), Runs(end)).dtype == torch.float64
     y.float().sum().backward()
     assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
     for wrong in (weight.double(), weight[..., :2]):
         with pytest.raises(RuntimeError):
-            grouped_linear(x, wrong, bias, end)
+            grouped_linear(x, wrong, bias, Runs(end))
 
 
 @pytest.mark.parametrize(("sizes", "after"), [([4, 0, 9], 3), ([0, 8], 0), ([5], 0)])
 def test_what_a_gpu_would_run(sizes, after):
     """torch.nn.functional.grouped_mm is slow here, but here."""
     x, weight, bias, end = (t.detach() for t in tensors(sizes, 16, 8, torch.bfloat16, after=after))
-    with_bias = grouped_linear(x, weight, bias, end)
+    runs, by_offsets = Runs(end), grouped.runs_by_offsets(end, len(x))
+    with_bias = grouped_linear(x, weight, bias, runs)
     tolerance = dict(rtol=TOLERANCE[torch.bfloat16], atol=TOLERANCE[torch.bfloat16])
-    torch.testing.assert_close(grouped._linear_on_gpu(x, weight, bias, end), with_bias, **tolerance)
-    for arguments in ((x, weight), (with_bias, weight.transpose(1, 2))):
-        expected = grouped_linear(*arguments, None, end)
-        torch.testing.assert_close(grouped._linear_on_gpu(*arguments, None, end), expected, **tolerance)
+    for arguments in ((x, weight, bias), (x, weight, None), (with_bias, weight.transpose(1, 2), None)):
+        torch.testing.assert_close(
+            grouped_linear(*arguments, by_offsets), grouped_linear(*arguments, runs), **tolerance
+        )
     for with_sum in (True, False):
-        expected = torch.ops.timm_moe.grouped_outer(with_bias, x, end, with_sum)
-        got = grouped._outer_on_gpu(with_bias, x, end, with_sum)
+        got, expected = (grouped._outer(with_bias, x, with_sum, *each.tensors()) for each in (by_offsets, runs))
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, **tolerance)
-    no_width, no_weight = x[:, :0], weight[..., :0]  # a bias alone, as of a norm
-    got, expected = (f(no_width, no_weight, bias, end) for f in (grouped._linear_on_gpu, grouped_linear))
-    assert torch.equal(got, expected)
-    got, expected = (
-        f(with_bias, no_width, end, True) for f in (grouped._outer_on_gpu, torch.ops.timm_moe.grouped_outer)
-    )
+    assert torch.equal(spread_over_rows(bias, by_offsets, len(x)), spread_over_rows(bias, runs, len(x)))
+    got, expected = (grouped._outer(with_bias, x[:, :0], True, *each.tensors()) for each in (by_offsets, runs))
     torch.testing.assert_close(got, expected, **tolerance)
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import timm_moe
 from timm_moe.layers import EwaMlp, MoeMlp, SharedExpertMlp, TopKRouter
-from timm_moe.layers.grouped import grouped_linear
+from timm_moe.layers.grouped import Runs, grouped_linear
 from timm_moe.rivals.fused import FusedMlp, Fusion
 
 
@@ -292,8 +292,8 @@ def test_operators_refuse_tensors_of_two_devices():
                 torch.set_grad_enabled(gradients),
                 pytest.raises(RuntimeError, match=r"different devices \(cpu, meta\)"),
             ):
-                grouped_linear(*mixed)
+                grouped_linear(*mixed[:3], Runs(mixed[3]))
     with pytest.raises(RuntimeError, match=r"different devices \(cpu, meta\)"):
-        torch.ops.timm_moe.grouped_outer(x, x.to("meta"), end, True)
+        torch.ops.timm_moe.grouped_outer(x, x.to("meta"), True, end)
     with pytest.raises(RuntimeError, match="routed to 3 experts, but there are 2"):
-        grouped_linear(x, weight, bias, torch.tensor([2, 4, 5]))
+        grouped_linear(x, weight, bias, Runs(torch.tensor([2, 4, 5])))

@@ -64,10 +64,12 @@ def test_eval_forward_is_the_averaged_ffn_of_the_golden_file(golden_layer):
 
 @given(rows=st.integers(0, 40), num_experts=st.integers(1, 12))
 def test_partition_gives_every_row_to_one_expert_in_equal_parts(rows, num_experts):
-    order, ends, place, weight, _ = RandomPartition(num_experts)(torch.zeros(rows, 2))
+    routing = RandomPartition(num_experts)(torch.zeros(rows, 2))
+    order, ends = routing.token_indices, routing.offsets
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
-    assert torch.equal(order[place[:, 0]], torch.arange(rows))
-    assert weight is None
+    assert torch.equal(routing.experts()[order, 0].bincount(minlength=num_experts), torch.tensor(sizes))
+    assert routing.experts()[order, 0].diff().ge(0).all()
+    assert routing.weights() is None
     assert sorted(order.tolist()) == list(range(rows))
     assert len(sizes) == num_experts
     assert sum(sizes) == rows

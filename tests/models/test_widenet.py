@@ -7,6 +7,7 @@ import pickle
 import pytest
 import timm
 import torch
+from common import loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -46,10 +47,12 @@ def test_balance_loss_matches_the_golden_file(golden, monkeypatch):
 def test_balance_loss_at_its_extremes():
     uniform = torch.full((1, 8, 4), 0.25)
     spread = torch.arange(8).view(1, 8, 1) % 4
-    torch.testing.assert_close(balance_loss(uniform, spread), torch.ones(1))
-    torch.testing.assert_close(balance_loss(uniform, torch.cat([spread, (spread + 1) % 4], 2)), torch.ones(1))
+    torch.testing.assert_close(balance_loss(uniform, loads(spread, 4), 1), torch.ones(1))
+    both = torch.cat([spread, (spread + 1) % 4], 2)
+    torch.testing.assert_close(balance_loss(uniform, loads(both, 4), 2), torch.ones(1))
     collapsed = torch.tensor([1.0, 0, 0, 0]).expand(1, 8, 4)
-    torch.testing.assert_close(balance_loss(collapsed, torch.zeros(1, 8, 1, dtype=torch.long)), torch.full((1,), 4.0))
+    load = loads(torch.zeros(1, 8, 1, dtype=torch.long), 4)
+    torch.testing.assert_close(balance_loss(collapsed, load, 1), torch.full((1,), 4.0))
 
 
 def test_blocks_share_all_but_their_norms(images):

@@ -125,7 +125,7 @@ def test_bfloat16():
         result = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
     expected.backward()
     result["loss"].backward()
-    assert_same(gradients(trained), gradients(by_hand))
+    assert_same(gradients(trained), gradients(by_hand), tolerance=2**-7)  # a sum may be rounded to the next number
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_moe", "vmoe_b32"])

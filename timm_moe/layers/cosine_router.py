@@ -54,6 +54,8 @@ class CosineRouter(TopKRouter):
             parameter.to(dtype) for parameter in (self.weight, self.projection, self.projection_bias, self.log_scale)
         )
         x_GBNP = nn.functional.linear(x_GBND.to(dtype), projection_PD, bias_P)
-        direction_EP = nn.functional.normalize(weight_EP, dim=1)
-        cosine_GBNE = nn.functional.linear(nn.functional.normalize(x_GBNP, dim=-1), direction_EP)
-        return cosine_GBNE * log_scale.clamp(max=math.log(MOST_SCALE)).exp()
+        scale = log_scale.clamp(max=math.log(MOST_SCALE)).exp()
+        direction_EP = nn.functional.normalize(weight_EP, dim=1) * scale
+        # To divide products of E by the rows' norms takes less than to divide rows of P.
+        norm_GBN1 = torch.linalg.vector_norm(x_GBNP, dim=-1, keepdim=True).clamp(min=1e-12)
+        return nn.functional.linear(x_GBNP, direction_EP) / norm_GBN1

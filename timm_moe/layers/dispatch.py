@@ -1,6 +1,7 @@
 """The dispatcher: queues and capacities of experts, and the way of rows to the experts and back.
 
-Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, N slots of the experts.
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, C rows that an expert takes
+of a group, N slots of the experts.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .functional import in_plain_operators
+from .functional import Mode, caller, current_mode
 
 #: Round n / d for whole numbers n >= 0 and d; ONNX truncates quotients of negative numbers.
 ROUNDINGS: dict[str, Callable[[int, int], int]] = {
@@ -23,27 +24,86 @@ ROUNDINGS: dict[str, Callable[[int, int], int]] = {
 class Routing(NamedTuple):
     """The rows that each expert gets, and the way of its outputs back.
 
-    Shapes do not depend on the choices, so a routing is made without a wait for the device.
+    Shapes do not depend on the choices, so a routing is made without a wait for the device. It holds what is computed
+    once for a layer. What its maker knows without computing is None.
 
     Attributes:
-        token_indices: (N,) row of the input in each slot of the experts' input, in the order of the experts. A row
-            appears once for each expert that keeps it. Slots past the last offset are padding; their outputs are zero.
-        offsets: (E,) end of each expert's slots.
-        slots: (T, K) slot of each choice of a row; at or after ``offsets[-1]`` for a dropped choice.
-        gates: (T, K) factor of each choice's output, zero for a dropped choice; None for all ones.
-        capacity: C, if each expert has C slots, used or not, so that expert e begins at slot C e; else None. A slot
-            that is not used holds some row, and no choice has it; gates, even of ones, keep it from getting a gradient.
+        token_indices: (N,) row of the input in each slot of the experts' input, in the order of the experts. A slot
+            that no choice has holds some row.
+        offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last one are padding, whose
+            outputs are zero.
+        slots: (T, K) slot of each choice of a row; None if each row has one slot, and each slot its row. With
+            ``starts`` (N,) all slots, row by row.
+        gates: (T, K) factor of each choice's output; with ``starts`` (N,) of each slot's; None for all ones.
+        capacity: number of slots of each expert, used or not, if all have equally many; else None.
+        is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if none can be.
+        starts: (T,) place in ``slots`` where those of each row begin, if rows have different numbers of experts.
     """
 
     token_indices: Tensor
-    offsets: Tensor
-    slots: Tensor
-    gates: Tensor | None
+    offsets: Tensor | None = None
+    slots: Tensor | None = None
+    gates: Tensor | None = None
     capacity: int | None = None
+    is_dropped: Tensor | None = None
+    starts: Tensor | None = None
 
     def experts(self) -> Tensor:
-        """(T, K) the expert of each choice, E for a dropped one."""
-        return (self.slots.unsqueeze(-1) >= self.offsets).sum(-1)
+        """(T, K) the expert of each choice, E for a dropped one; K = E where experts choose rows."""
+        if self.starts is not None:
+            return self.table(len(self.starts))[0]
+        if self.slots is None:
+            expert_N = self._expert_of(torch.arange(len(self.token_indices), device=self.token_indices.device))
+            return torch.empty_like(expert_N).index_copy_(0, self.token_indices, expert_N).unsqueeze(1)
+        expert_TK = self._expert_of(self.slots)
+        return expert_TK if self.is_dropped is None else expert_TK.masked_fill(self.is_dropped, self.num_experts())
+
+    def weights(self) -> Tensor | None:
+        """(T, K) the factor of the output of each of :meth:`experts`, zero for a dropped one; None for all ones."""
+        if self.starts is not None:
+            return self.table(len(self.starts))[1]
+        if self.gates is None or self.is_dropped is None:
+            return self.gates
+        return self.gates.masked_fill(self.is_dropped, 0)
+
+    def table(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Where experts chose rows: (T, E) the experts of each row, E for none, and the factors of their outputs."""
+        experts, token_N, gates_N = self.num_experts(), self.token_indices, self.gates
+        assert gates_N is not None
+        expert_N = self._expert_of(torch.arange(token_N.shape[0], device=token_N.device))
+        place_N = token_N * experts + expert_N
+        expert_TE = token_N.new_full((rows * experts,), experts).scatter(0, place_N, expert_N)
+        gate_TE = gates_N.new_zeros(rows * experts).scatter(0, place_N, gates_N)
+        return expert_TE.view(rows, experts), gate_TE.view(rows, experts)
+
+    def num_experts(self) -> int:
+        """E."""
+        if self.offsets is not None:
+            return self.offsets.shape[0]
+        return self.token_indices.shape[0] // self.capacity if self.capacity else 0
+
+    def _expert_of(self, slot: Tensor) -> Tensor:
+        if self.offsets is None:
+            return slot // max(self.capacity or 0, 1)
+        return (slot.unsqueeze(-1) >= self.offsets).sum(-1)
+
+    def for_all_rows(self, rows: int) -> "Routing":
+        """The routing of all rows of the images that this one routes, (B, rows)."""
+
+        def spread(of_images: Tensor | None) -> Any:
+            """(B, K) to (B rows, K), all first choices first."""
+            return None if of_images is None else of_images.t().unsqueeze(2).expand(-1, -1, rows).flatten(1).t()
+
+        row = torch.arange(rows, device=self.token_indices.device)
+        slots = None if self.slots is None else (self.slots.t().unsqueeze(2) * rows + row).flatten(1).t()
+        return Routing(
+            token_indices=(self.token_indices.unsqueeze(1) * rows + row).flatten(),
+            offsets=None if self.offsets is None else self.offsets * rows,
+            slots=slots,
+            gates=spread(self.gates),
+            capacity=None if self.capacity is None else self.capacity * rows,
+            is_dropped=spread(self.is_dropped),
+        )
 
 
 def images_of_group(batch: int, group_images: int | None, is_training: bool) -> int:
@@ -99,45 +159,140 @@ def expert_capacity(
     return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
 
 
-def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def has_equal_slots(device: torch.device, mode: Mode) -> bool:
+    """Tell if each expert has equally many slots where the capacity is known before the choices.
+
+    The experts then compute batched products, and the host waits for no count. A CPU has nothing to wait for: there an
+    expert computes its own rows alone. So does an exported program, since a capacity would limit its batch sizes.
+    """
+    return device.type != "cpu" and mode in (Mode.EAGER, Mode.COMPILED)
+
+
+def equal_runs(num_experts: int, capacity: int, device: torch.device, mode: Mode) -> dict[str, Any]:
+    """What a :class:`Routing` has if each expert has equally many slots, all of them used."""
+    if has_equal_slots(device, mode):
+        return {"capacity": capacity}
+    return {"offsets": torch.arange(1, num_experts + 1, device=device) * capacity}
+
+
+def partition(row_T: Tensor, num_experts: int, mode: Mode) -> Routing:
+    """Give each expert its part of the rows in their order, the first ``T % E`` experts one row more."""
+    rows = row_T.shape[0]
+    quotient, remainder = rows // num_experts, rows % num_experts  # torch.compile knows no divmod
+    if not has_equal_slots(row_T.device, mode):
+        number_E = torch.arange(1, num_experts + 1, device=row_T.device)
+        return Routing(row_T, number_E * quotient + number_E.clamp(max=remainder))
+    if not remainder:
+        return Routing(row_T, capacity=quotient)
+    # The later parts leave their last slot empty.
+    capacity, later = quotient + 1, num_experts - remainder
+    place_N = torch.arange(num_experts * capacity, device=row_T.device)
+    first, rest = place_N[: remainder * capacity], place_N[remainder * capacity :]
+    slot_T = torch.cat([first, rest.view(later, capacity)[:, :quotient].flatten()])
+    token_indices = torch.zeros_like(place_N).index_copy_(0, slot_T, row_T)
+    slot_of_row_T = torch.empty_like(row_T).index_copy_(0, row_T, slot_T)
+    return Routing(token_indices, slots=slot_of_row_T.unsqueeze(1), capacity=capacity)
+
+
+class Queues(NamedTuple):
+    """The choices lined up at the experts.
+
+    Attributes:
+        rank: (G, S, K) place of each choice in the queue of its expert, from 1.
+        load_first: (G, E) number of first choices of each expert.
+        load: (G, E) number of all choices.
+    """
+
+    rank: Tensor
+    load_first: Tensor
+    load: Tensor
+
+
+def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None, mode: Mode = Mode.EAGER) -> Queues:
     """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
 
     With priorities, rows of a higher one go first, equal ones in row order (batch priority routing, algorithm 2).
-
-    Returns:
-        (G, S, K) position of each choice in the queue of its expert, from 0, and (G, E) choices in each queue.
     """
     groups, rows, choices = expert_GSK.shape
+    visit_GKS = None
+    expert_GKS = expert_GSK.transpose(1, 2)
     if priority_GS is not None:
-        if torch.onnx.is_in_onnx_export():  # which has no stable sort, but a topk that takes the first of equal ones
+        if mode is Mode.ONNX:  # which has no stable sort, but a topk that takes the first of equal ones
             visit_GS = priority_GS.topk(rows, dim=1).indices
         else:
             visit_GS = priority_GS.argsort(dim=1, descending=True, stable=True)
-        visit_GSK = visit_GS.unsqueeze(2).expand_as(expert_GSK)
-        expert_GSK = expert_GSK.gather(1, visit_GSK)
-    expert_GN = expert_GSK.transpose(1, 2).reshape(groups, choices * rows)
-    rank_GN, length_GE = _ranks(expert_GN, num_experts)
-    rank_GSK = rank_GN.view(groups, choices, rows).transpose(1, 2)
-    if priority_GS is not None:
-        rank_GSK = torch.empty_like(rank_GSK).scatter_(1, visit_GSK, rank_GSK)
-    return rank_GSK, length_GE
+        visit_GKS = visit_GS.unsqueeze(1).expand_as(expert_GKS)
+        expert_GKS = expert_GKS.gather(2, visit_GKS)
+    expert_GN = expert_GKS.reshape(groups, choices * rows)
+    number_E = torch.arange(num_experts, device=expert_GSK.device)
+    # The last dimension is contiguous, over which GPUs add up fast.
+    count_EGN = (expert_GN == number_E.view(-1, 1, 1)).cumsum(2, dtype=torch.int32)
+    rank_GKS = count_EGN.gather(0, expert_GN.unsqueeze(0)).view(groups, choices, rows)
+    if visit_GKS is not None:
+        rank_GKS = torch.empty_like(rank_GKS).scatter_(2, visit_GKS, rank_GKS)
+    count_GEN = count_EGN.transpose(0, 1)
+    if not choices * rows:
+        nothing_GE = count_GEN.new_zeros(groups, num_experts)
+        return Queues(rank_GKS.transpose(1, 2), nothing_GE, nothing_GE)
+    return Queues(rank_GKS.transpose(1, 2), count_GEN[..., rows - 1], count_GEN[..., -1])
 
 
-def _ranks(expert_GN: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Position of each choice in the queue of its expert, and the lengths of the queues."""
-    if in_plain_operators():  # at E times the memory
-        is_for_GNE = (expert_GN.unsqueeze(2) == torch.arange(num_experts, device=expert_GN.device)).long()
-        return ((is_for_GNE.cumsum(1) - 1) * is_for_GNE).sum(2), is_for_GNE.sum(1)
-    sorted_GN, order_GN = expert_GN.sort(dim=1, stable=True)
-    length_GE = expert_GN.new_zeros(expert_GN.shape[0], num_experts)
-    length_GE = length_GE.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))
-    start_GE = length_GE.cumsum(1) - length_GE
-    slot_GN = torch.arange(expert_GN.shape[1], device=expert_GN.device).expand_as(expert_GN)
-    return torch.empty_like(expert_GN).scatter_(1, order_GN, slot_GN - start_GE.gather(1, sorted_GN)), length_GE
+def assign(
+    expert_GSK: Tensor,
+    gate_GSK: Tensor,
+    queues: Queues,
+    capacity: int | None = None,
+    mode: Mode = Mode.EAGER,
+    may_wait: bool = False,
+) -> Routing:
+    """Give each choice that is within the capacity of its expert in each group a slot of the expert.
+
+    On a GPU each expert has equally many slots, unless the host may wait and three quarters would be unused. Its first
+    one is spare: what is dropped has it.
+    """
+    groups, rows, choices = expert_GSK.shape
+    num_experts, num_slots = queues.load.shape[1], expert_GSK.numel()
+    expert_GKS, rank_GKS = expert_GSK.transpose(1, 2), queues.rank.transpose(1, 2)
+    is_dropped_GKS: Tensor | None = None
+    offsets = of_expert = None
+    if capacity is not None:
+        is_dropped_GKS = rank_GKS > capacity
+        most = groups * num_experts * capacity + 1
+        if has_equal_slots(expert_GSK.device, mode) and not (may_wait and most > 4 * num_slots + 1):
+            of_expert = groups * capacity + 1
+    if capacity is not None and is_dropped_GKS is not None and of_expert is not None:
+        num_slots = num_experts * of_expert
+        place_GKS = rank_GKS
+        if groups > 1:
+            first_G = torch.arange(groups, device=rank_GKS.device) * capacity
+            place_GKS = rank_GKS + first_G.view(-1, 1, 1)
+        slot_GKS = torch.add(place_GKS.masked_fill(is_dropped_GKS, 0), expert_GKS, alpha=of_expert)
+    else:
+        size_EG = queues.load.t()
+        if capacity is not None:
+            size_EG = size_EG.clamp(max=capacity)
+            if mode is Mode.EAGER:
+                num_slots = min(num_slots, most)
+        end_EG = size_EG.flatten().cumsum(0).view(num_experts, groups)
+        before_GE = (end_EG - size_EG - 1).t()
+        before_GN = before_GE.gather(1, expert_GKS.reshape(groups, choices * rows))
+        slot_GKS = before_GN.view(groups, choices, rows) + rank_GKS
+        if is_dropped_GKS is not None:  # after the experts' slots
+            slot_GKS = slot_GKS.masked_fill(is_dropped_GKS, num_slots - 1)
+        offsets = end_EG[:, -1]
+    row_GKS = torch.arange(groups * rows, device=slot_GKS.device).view(groups, 1, rows).expand_as(slot_GKS)
+    slot_N = slot_GKS.flatten()
+    token_indices = slot_N.new_zeros(num_slots).scatter_(0, slot_N, row_GKS.flatten())
+
+    def of_rows(x_GKS: Tensor) -> Tensor:
+        return x_GKS.transpose(0, 1).flatten(1).t()
+
+    is_dropped_TK = None if is_dropped_GKS is None else of_rows(is_dropped_GKS)
+    return Routing(token_indices, offsets, of_rows(slot_GKS), gate_GSK.flatten(0, 1), of_expert, is_dropped_TK)
 
 
 def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
-    """Send every row to its chosen experts and drop nothing, so that no queue is needed.
+    """Send every row to its chosen experts and drop nothing.
 
     Args:
         expert_TK: integers in [0, E), in each row all different.
@@ -147,109 +302,114 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
     Raises:
         ValueError: if the two are not of one shape (T, K), or the experts no integers.
     """
-    if in_plain_operators():
-        return assign(expert_TK[None], weight_TK[None], *queue(expert_TK[None], num_experts), expert_TK.shape[0])
     if expert_TK.ndim != 2 or expert_TK.shape != weight_TK.shape or expert_TK.is_floating_point():
         raise ValueError(
             "A routing needs integers and their weights of one shape (T, K), got "
             f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
         )
-    sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
-    slot_N = torch.empty_like(choice_N)
-    slot_N.scatter_(0, choice_N, torch.arange(choice_N.shape[0], device=expert_TK.device))
-    offsets = torch.searchsorted(sorted_N, torch.arange(num_experts, device=expert_TK.device), right=True)
-    return Routing(choice_N // expert_TK.shape[1], offsets, slot_N.view_as(expert_TK), weight_TK)
-
-
-def has_equal_slots(device: torch.device) -> bool:
-    """Tell if each expert has equally many slots where the capacity is known before the choices.
-
-    The experts then compute batched products, and the host waits for no count. A CPU has nothing to wait for: there an
-    expert computes its own rows alone. So does an exported program, since a capacity would limit its batch sizes.
-    """
-    return device.type != "cpu" and not torch.compiler.is_exporting()
-
-
-def assign(
-    expert_GSK: Tensor, gate_GSK: Tensor, rank_GSK: Tensor, length_GE: Tensor, capacity: int, may_wait: bool = False
-) -> Routing:
-    """Give each choice that is within the capacity of its expert in each group a slot of the expert.
-
-    On a GPU each expert has equally many slots, unless the host may wait and three quarters would be unused.
-    """
-    groups, rows, _ = expert_GSK.shape
-    num_experts = length_GE.shape[1]
-    num_slots, most = expert_GSK.numel(), groups * num_experts * capacity + 1  # with one for all that is dropped
-    is_padded = has_equal_slots(expert_GSK.device) and not (may_wait and most > 4 * num_slots + 1)
-    if is_padded:
-        num_slots = most
-    elif not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-        num_slots = min(num_slots, most)
-    kept_EG = torch.full_like(length_GE.T, capacity) if is_padded else length_GE.T.clamp(max=capacity)
-    start_EG = (kept_EG.flatten().cumsum(0) - kept_EG.flatten()).view(num_experts, groups)
-    slot_GSK = start_EG.T.gather(1, expert_GSK.flatten(1)).view_as(expert_GSK) + rank_GSK
-    is_kept_GSK = rank_GSK < capacity
-    slot_GSK = torch.where(is_kept_GSK, slot_GSK, num_slots - 1)  # after the experts' slots, if anything is dropped
-    gate_GSK = torch.where(is_kept_GSK, gate_GSK, 0)
-    row_GSK = torch.arange(groups * rows, device=expert_GSK.device).view(groups, rows, 1).expand_as(expert_GSK)
-    token_indices = row_GSK.new_zeros(num_slots).scatter_(0, slot_GSK.flatten(), row_GSK.flatten())
-    offsets, of_expert = kept_EG.sum(1).cumsum(0), groups * capacity if is_padded else None
-    return Routing(token_indices, offsets, slot_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), of_expert)
+    mode = current_mode()
+    return assign(expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts, mode=mode), mode=mode)
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
-    return _move(x_TD, routing.token_indices, routing.slots, None, True)
+    return _to_experts(x_TD, *_way(routing), None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     """(T, D): the sum of the experts' outputs for each row, weighted by the gates; zero if all choices were dropped."""
-    return _move(y_ND, routing.token_indices, routing.slots, routing.gates, False)
+    gates = None if routing.gates is None else routing.gates.to(y_ND.dtype)
+    if routing.slots is None or routing.starts is not None:  # each slot is of one row
+        y_ND = y_ND if gates is None else y_ND * gates.view(-1, 1)
+        return _to_rows(y_ND, *_way(routing), None)
+    is_dropped_M1 = None  # without a capacity their slots are past the last offset
+    if routing.capacity is not None and routing.is_dropped is not None:
+        is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
+    y_KTD = _to_rows(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
+    if gates is not None:
+        y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
+    return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0)
 
 
-def _move(*args: Any) -> Tensor:
-    return (_Move.apply if torch.is_grad_enabled() else _Move.forward)(*args)  # the latter is faster
+def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What the functions below need of a routing; the choices one after the other, all first ones first."""
+    slots = routing.slots
+    if slots is not None and routing.starts is None:
+        slots = slots.t().flatten()
+    return routing.token_indices, slots, routing.starts
 
 
-def _weighted_sum(rows: Tensor, index_MK: Tensor, weight_MK: Tensor | None) -> Tensor:
-    """(M, D): for each line of indices the sum of the rows at these indices, each times its weight."""
-    weight_MK = None if weight_MK is None else weight_MK.to(rows.dtype)
-    # One kernel, which a CPU does in one pass. To start it takes a GPU's host longer than one or two simple ones.
-    is_simple = index_MK.shape[1] == 1 and (weight_MK is None or not rows.is_cpu)
-    if not is_simple and not torch.compiler.is_compiling():  # a compiler makes one loop of what follows
-        return nn.functional.embedding_bag(index_MK, rows, mode="sum", per_sample_weights=weight_MK)
-    picked = [rows.index_select(0, index) for index in index_MK.unbind(1)]
-    if weight_MK is not None:
-        picked = [weight * row for weight, row in zip(weight_MK.unsqueeze(2).unbind(1), picked, strict=True)]
-    return sum(picked[1:], start=picked[0])
+# The derivatives of torch's own operators add rows by atomic operations on GPUs, in an order that changes from run to
+# run. M is K T where rows have K slots, else T.
 
 
-class _Move(torch.autograd.Function):
-    """Moves rows to the experts, each times its gate, or sums the slots of each row, each times its gate.
-
-    Each of the two is the other's derivative. The derivatives of torch's own operators add rows by atomic operations on
-    GPUs, in an order that changes from run to run.
-    """
+class _ToExperts(torch.autograd.Function):
+    """(N, D): the row of each slot; the derivative sums the slots of each row."""
 
     @staticmethod
-    def forward(rows: Tensor, index_N: Tensor, slot_TK: Tensor, gate_TK: Tensor | None, to_experts: bool) -> Tensor:
-        if not to_experts:
-            return _weighted_sum(rows, slot_TK, gate_TK)
-        if gate_TK is None:
-            return rows.index_select(0, index_N)
-        gate_N = gate_TK.new_zeros(index_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
-        return _weighted_sum(rows, index_N.unsqueeze(1), gate_N.unsqueeze(1))
+    def forward(
+        x_TD: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
+    ) -> Tensor:
+        return x_TD.index_select(0, token_N)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, *routing, ctx.to_experts = inputs
-        ctx.save_for_backward(*routing, rows if ctx.needs_input_grad[3] else None)
+        x_TD, *way = inputs
+        ctx.rows = x_TD.shape[0]
+        ctx.save_for_backward(*way)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        index_N, slot_TK, gate_TK, rows = ctx.saved_tensors
-        grad_TK = None
-        if rows is not None:  # the product of each row with each of its slots
-            x_TD, y_ND = (rows, grad) if ctx.to_experts else (grad, rows)
-            grad_TK = torch.linalg.vecdot(x_TD.index_select(0, index_N), y_ND)[slot_TK].to(gate_TK.dtype)
-        return _move(grad, index_N, slot_TK, gate_TK, not ctx.to_experts), None, None, grad_TK, None
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        token_N, slot_M, starts_T, _ = ctx.saved_tensors
+        grad = _to_rows(grad_ND, token_N, slot_M, starts_T, None)  # what is dropped has no gradient
+        if grad.shape[0] != ctx.rows:
+            grad = grad.unflatten(0, (-1, ctx.rows)).sum(0)
+        return grad, None, None, None, None
+
+
+class _ToRows(torch.autograd.Function):
+    """(M, D): the output of each choice, zero for dropped ones, or the sum of the slots of each row."""
+
+    @staticmethod
+    def forward(
+        y_ND: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
+    ) -> Tensor:
+        if slot_M is None:
+            return torch.empty_like(y_ND).index_copy_(0, token_N, y_ND)
+        if starts_T is not None:
+            return nn.functional.embedding_bag(slot_M, y_ND, starts_T, mode="sum")
+        picked_MD = y_ND.index_select(0, slot_M)
+        return picked_MD if is_dropped_M1 is None else picked_MD.masked_fill_(is_dropped_M1, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_slots(grad_MD, *ctx.saved_tensors), None, None, None, None
+
+
+class _ToSlots(torch.autograd.Function):
+    """(N, D): the derivative of the above, zero for slots that no choice has."""
+
+    @staticmethod
+    def forward(
+        grad_MD: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
+    ) -> Tensor:
+        if slot_M is None or starts_T is not None:
+            return grad_MD.index_select(0, token_N)
+        if is_dropped_M1 is not None:
+            grad_MD = grad_MD.masked_fill(is_dropped_M1, 0)
+        return grad_MD.new_zeros(token_N.shape[0], grad_MD.shape[1]).index_copy_(0, slot_M, grad_MD)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_rows(grad_ND, *ctx.saved_tensors), None, None, None, None
+
+
+_to_experts, _to_rows, _to_slots = caller(_ToExperts), caller(_ToRows), caller(_ToSlots)

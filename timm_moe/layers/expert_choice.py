@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import Routing, expert_capacity, has_equal_slots, images_of_group
-from .functional import no_autocast
+from .dispatch import Routing, equal_runs, expert_capacity, images_of_group
+from .functional import current_mode, no_autocast
 from .router import Router, linear_logits, with_noise
 
 GATE_MODES = ("prob", "renorm")
@@ -88,22 +88,20 @@ class ExpertChoiceRouter(Router):
             if self.noise_std and self.training:
                 logits_GSE = with_noise(logits_GSE, self.noise_std)
             gate_GSE = logits_GSE.softmax(2)
-        row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2).indices
-        slot_GEC = torch.arange(experts * groups * capacity, device=x.device).view(experts, groups, -1).transpose(0, 1)
-        unused = experts * groups * capacity  # the last slot, for rows that an expert did not take
-        slot_GES = row_GEC.new_full((groups, experts, size), unused).scatter(2, row_GEC, slot_GEC)
-        gate_GSE = torch.where(slot_GES.transpose(1, 2) < unused, gate_GSE, 0)
-        if self.gate_mode == "renorm":
-            total_GS1 = gate_GSE.sum(2, keepdim=True)
-            gate_GSE = gate_GSE / torch.where(total_GS1 > 0, total_GS1, 1)
+            gate_GEC, row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2)
         first_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size  # row of each group
-        row_EGC = (first_G11 + row_GEC).transpose(0, 1)
+        token_N = (first_G11 + row_GEC).transpose(0, 1).flatten()
+        gate_N = gate_GEC.transpose(0, 1).flatten()
+        if self.gate_mode == "renorm":
+            total_T = gate_N.new_zeros(groups * size).index_add(0, token_N, gate_N)
+            gate_N = gate_N / total_T.index_select(0, token_N)
+        sorted_N, slot_N = token_N.sort(stable=True)
         return Routing(
-            token_indices=nn.functional.pad(row_EGC.flatten(), (0, 1)),
-            offsets=torch.arange(1, experts + 1, device=x.device) * (groups * capacity),
-            slots=slot_GES.transpose(1, 2).flatten(0, 1),
-            gates=gate_GSE.flatten(0, 1),
-            capacity=groups * capacity if has_equal_slots(x.device) else None,
+            token_indices=token_N,
+            slots=slot_N,
+            starts=torch.searchsorted(sorted_N, torch.arange(groups * size, device=x.device)),
+            gates=gate_N,
+            **equal_runs(experts, groups * capacity, x.device, current_mode()),
         )
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .functional import in_plain_operators
+from .functional import Mode, current_mode
 
 
 class Dispatcher:
@@ -28,7 +28,7 @@ class Dispatcher:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatcher":  # a copy of a layer is of the same processes
         return self
 
-    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor, capacity: int | None) -> Tensor:
+    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None) -> Tensor:
         """Apply experts to runs of rows, as :meth:`Experts.run`, whose part for one process ``experts`` is."""
         return experts(x_ND, end, capacity)
 
@@ -40,7 +40,7 @@ class Dispatcher:
         Raises:
             RuntimeError: in a trace or export.
         """
-        if in_plain_operators() or torch.compiler.is_exporting():
+        if current_mode() not in (Mode.EAGER, Mode.COMPILED):
             raise RuntimeError(
                 "Experts in different processes cannot be exported: load the whole weights (get_model_state_dict) into "
                 "a model of one process, and export that."
@@ -62,9 +62,13 @@ class AllToAllDispatcher(Dispatcher):
     """
 
     @torch.compiler.disable
-    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor, capacity: int | None) -> Tensor:
+    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None) -> Tensor:
         group, processes = self.mesh.get_group(), self.mesh.size()
-        sent_E = end.diff(prepend=end.new_zeros(1))
+        if end is None:
+            assert capacity is not None
+            sent_E = torch.full((x_ND.shape[0] // max(capacity, 1),), capacity, device=x_ND.device)
+        else:
+            sent_E = end.diff(prepend=end.new_zeros(1))
         came_E = torch.empty_like(sent_E)
         dist.all_to_all_single(came_E, sent_E, group=group)
         came_RL = came_E.view(processes, -1)
@@ -75,7 +79,8 @@ class AllToAllDispatcher(Dispatcher):
         order_M = expert_M.repeat_interleave(came_E, output_size=x_MD.shape[0]).argsort(stable=True)
         y_MH = experts(x_MD.index_select(0, order_M), came_RL.sum(0).cumsum(0))
         y_NH = _AllToAll.apply(y_MH.index_select(0, order_M.argsort()), came, sent, group)
-        return torch.nn.functional.pad(y_NH, (0, 0, 0, x_ND.shape[0] - y_NH.shape[0]))
+        rest = x_ND.shape[0] - y_NH.shape[0]
+        return torch.nn.functional.pad(y_NH, (0, 0, 0, rest)) if rest else y_NH
 
 
 class _AllToAll(torch.autograd.Function):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .checks import check_choice
 from .expert_dispatcher import Dispatcher
 from .fine_grained import HiddenUnits
-from .functional import with_tensors
-from .grouped import multiplies_by_offsets, sizes_of_runs
+from .functional import Mode, call_with, current_mode
+from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent", "drop")
@@ -183,8 +183,8 @@ class Experts(StackedParameters):
     def expert_weights(self) -> dict[str, Tensor]:
         """The weights that the experts compute with, (E, ...), by their dense names.
 
-        Each module inside is called once for its weights, so that its hooks and PEFT's adapters take part. RuntimeError
-        if it frees them after the call.
+        A module inside with hooks or another class is called for its weights, so that hooks and PEFT's adapters take
+        part. RuntimeError if it frees them after the call.
         """
         weights: dict[str, Tensor] = {}
         for path, names in self._weights.items():
@@ -197,15 +197,16 @@ class Experts(StackedParameters):
                     f"{path} of the experts in {self.path or 'an expert layer'} is sharded by itself, so its weights "
                     "are freed before the experts compute: shard the expert layer or its block instead."
                 )
-            weights.update(zip((f"{path}.{name}" for name in names), module(names), strict=True))
+            values = tuple(getattr(module, name) for name in names) if _only_holds(module) else module(names)
+            weights.update(zip((f"{path}.{name}" for name in names), values, strict=True))
         return weights if self.dispatcher is None else self.dispatcher.own(weights)
 
     def _shared_modules(self) -> dict[str, nn.Module]:
         """The modules without weights as they are now, by their dense names: users replace activations."""
         return {path: attrgetter(path)(self) for path in self._shared}
 
-    def _call(self, network: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return with_tensors(network, weights, self._shared_modules())(x)
+    def _call(self, network: nn.Module, tensors: Mapping[str, Tensor | None], x: Tensor, mode: Mode) -> Tensor:
+        return call_with(network, tensors, self._shared_modules(), x, mode)
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
@@ -241,59 +242,61 @@ class Experts(StackedParameters):
         """True if the network runs once over the rows of all experts."""
         return self._grouped is not None
 
-    def run(self, x_ND: Tensor, end_E: Tensor, capacity: int | None = None) -> Tensor:
-        """Apply each expert to its run of rows; the runs end at ``end_E``, and are of equal length with a capacity.
+    def run(self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, mode: Mode | None = None) -> Tensor:
+        """Apply each expert to its run of rows; the runs end at ``end_E``, or all have ``capacity`` rows.
 
         The outputs, (N, width), are zero after the last run. An expert without rows has zero gradients, not None, as
         data-parallel training needs.
         """
+        run = partial(self._run, mode=mode or current_mode())
         if self.dispatcher is not None:
-            return self.dispatcher.run(self._run, x_ND, end_E, capacity)
-        return self._run(x_ND, end_E, capacity)
+            return self.dispatcher.run(run, x_ND, end_E, capacity)
+        return run(x_ND, end_E, capacity)
 
-    def _run(self, x_ND: Tensor, end_E: Tensor, capacity: int | None = None) -> Tensor:
+    def _run(self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, *, mode: Mode) -> Tensor:
         if capacity is not None:
-            shape_ECD = len(end_E), capacity, x_ND.shape[1]  # E of this process, where experts are spread
-            rows = len(end_E) * capacity
-            rest = x_ND.shape[0] - rows
-            used_ND = x_ND[:rows] if rest else x_ND  # a pad by nothing would copy, and a whole slice's gradient
-            y_ND = self.run_batched(used_ND.view(shape_ECD)).flatten(0, 1)
-            return nn.functional.pad(y_ND, (0, 0, 0, rest)) if rest else y_ND
-        is_known = end_E.is_cpu or end_E.is_meta
-        if not is_known and not (self.is_grouped and multiplies_by_offsets(x_ND, *self._widths)):
-            end_E = end_E.cpu()  # the host waits here once, and in no product, forward or backward
+            return self.run_batched(x_ND, capacity, mode).flatten(0, 1)
+        assert end_E is not None
         if self._grouped is None:
-            *runs, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
-            outputs = [network(rows) for network, rows in zip(self.each(), runs, strict=True)]
+            *parts, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
+            outputs = [network(rows) for network, rows in zip(self.each(mode), parts, strict=True)]
             return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
-        tensors = self.expert_weights()
-        tensors |= {f"{path}.end" if path else "end": end_E for path in self._weights}
+        runs = runs_of(end_E, x_ND, *self._widths)
+        tensors: dict[str, Tensor | None] = {**self.expert_weights()}
+        for path in self._weights:
+            tensors |= {f"{path}.{name}".strip("."): value for name, value in zip(Runs._fields, runs, strict=True)}
         if type(self._ffn).__module__ == "timm.layers.mlp":  # its last layer is linear and leaves zeros there
-            return self._call(self._grouped, tensors, x_ND)
+            return self._call(self._grouped, tensors, x_ND, mode)
         # A network that divides by a norm makes NaN of zeros: mask these rows and their gradients.
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
-        y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0))
+        y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0), mode)
         return y_NH.masked_fill(is_after_N1, 0)
 
-    def run_batched(self, x_ECD: Tensor) -> Tensor:
-        """Apply each expert of this process to C rows, (E, C, D), by batched products that need no counts."""
+    def run_batched(self, x_ND: Tensor, capacity: int, mode: Mode) -> Tensor:
+        """Apply each expert of this process to C rows, by batched products that need no counts: (E, C, width)."""
         if self._grouped is not None:
-            return self._call(self._grouped, self.expert_weights(), x_ECD)
-        return torch.stack([network(x) for network, x in zip(self.each(), x_ECD.unbind(), strict=True)])
+            weights = self.expert_weights()
+            x_ECD = x_ND.view(len(next(iter(weights.values()))), capacity, x_ND.shape[1])
+            return self._call(self._grouped, weights, x_ECD, mode)
+        each = self.each(mode)
+        x_ECD = x_ND.view(len(each), capacity, x_ND.shape[1])
+        return torch.stack([network(x) for network, x in zip(each, x_ECD.unbind(), strict=True)])
 
-    def each(self) -> list[Callable[[Tensor], Tensor]]:
+    def each(self, mode: Mode | None = None) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""
+        mode = mode or current_mode()
         # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each expert.
         per_expert = {name: stacked.unbind(0) for name, stacked in self.expert_weights().items()}
         return [
-            partial(self._call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()})
+            partial(self._call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, mode=mode)
             for expert in range(len(next(iter(per_expert.values()))))
         ]
 
     def run_mean(self, x: Tensor) -> Tensor:
         """Apply the network of the experts' mean weights (EWA, eq. 7) to x of shape (..., D)."""
         mean = {name: mean_over_experts(stacked) for name, stacked in self.expert_weights().items()}
-        return self._call(self._ffn, mean if self.dispatcher is None else self.dispatcher.mean(mean), x)
+        mean = mean if self.dispatcher is None else self.dispatcher.mean(mean)
+        return self._call(self._ffn, mean, x, current_mode())
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """A network of the original class and dropout rates, with these weights; trains the same as the experts."""
@@ -340,3 +343,9 @@ def mean_over_experts(stacked: Tensor) -> Tensor:
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
     return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Tell if a module does nothing but hold weights, so that it need not be called for them."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is Stacked and not any(hooks) and "forward" not in vars(module)

@@ -1,21 +1,66 @@
-"""Calls of a network with other tensors than its own, and the modes in which a call runs."""
+"""The modes in which a call runs, and calls of a network or an autograd function."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
 
+class Mode(Enum):
+    """What becomes of the operators of a call. A layer asks :func:`current_mode` once and passes the answer on."""
+
+    EAGER = auto()
+    COMPILED = auto()  # by torch.compile
+    EXPORTED = auto()  # by torch.export, for any batch
+    TRACED = auto()  # by torch.jit.trace
+    ONNX = auto()  # by the exporter of torch.onnx that traces
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether others read the result, without this package's operators."""
+        return self in (Mode.TRACED, Mode.ONNX)
+
+
+def current_mode() -> Mode:
+    """Tell in which mode the present call runs."""
+    # torch.compiler.is_exporting() is a constant True in compiled code before torch 2.14, unlike its flag.
+    if torch.compiler._is_exporting_flag:
+        return Mode.EXPORTED
+    if torch.compiler.is_compiling():
+        return Mode.COMPILED
+    if torch.onnx.is_in_onnx_export():
+        return Mode.ONNX
+    return Mode.TRACED if torch.jit.is_tracing() else Mode.EAGER
+
+
+def call_with(
+    network: nn.Module, tensors: Mapping[str, Tensor | None], modules: Mapping[str, nn.Module], x: Tensor, mode: Mode
+) -> Tensor:
+    """Call a network with these parameters, buffers and submodules instead of its own."""
+    if mode is not Mode.COMPILED:
+        return with_tensors(network, tensors, modules)(x)
+    # Before torch 2.14 Dynamo cannot trace how a copy is made.
+    for path, module in modules.items():
+        if network.get_submodule(path) is not module:
+            network.set_submodule(path, module)
+    return torch.func.functional_call(network, dict(tensors), (x,))  # type: ignore[arg-type]
+
+
 def with_tensors(
-    network: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], prefix: str = ""
+    network: nn.Module,
+    tensors: Mapping[str, Tensor | None],
+    modules: Mapping[str, nn.Module],
+    prefix: str = "",
 ) -> nn.Module:
     """A shallow copy of a network that has these parameters, buffers and submodules instead of its own.
 
-    To change the network during a call, as torch's functional_call does, is not possible in threads (nn.DataParallel)
-    and in torch.jit.trace.
+    To change the network during a call, as torch's functional_call does, is not possible in threads
+    (nn.DataParallel) and in torch.jit.trace.
     """
     copied = network.__class__.__new__(network.__class__)
     children: dict[str, nn.Module | None] = {}
@@ -34,17 +79,52 @@ def with_tensors(
     return copied
 
 
+def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
+    """A function that applies an autograd function, which has a ``setup_context``, in the least time.
+
+    Only torch.func and Dynamo need ``setup_context``, for whose arguments torch looks long in each call. Without
+    gradients the autograd function is only needed in forward mode, where it raises: bare operators give zeros.
+    Compilers know the formulas of an operator of this package (``is_operator``).
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
+
+    methods = dict(forward=staticmethod(forward), backward=staticmethod(function.backward))
+    in_one_step: Any = type(function.__name__, (torch.autograd.Function,), methods)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (function.forward if is_operator else function.apply)(*args)
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        if torch.is_grad_enabled() or any(map(_is_dual, args)):
+            return in_one_step.apply(*args)
+        return function.forward(*args)
+
+    return call
+
+
+def _is_dual(x: Any) -> bool:
+    return isinstance(x, Tensor) and unpack_dual(x).tangent is not None
+
+
 def kept_whole(module: nn.Module, x: Proxy) -> Proxy:
     """Make one node of a module in a graph of torch.fx, as timm's tracer does; torchvision's knows no such modules."""
     tracer: Any = x.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type to which autocast casts the inputs of a linear layer; None if it leaves them alone."""
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def no_autocast(x: Tensor) -> Any:
     """A context in which operators on x compute in the types of their inputs; the meta device has no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def in_plain_operators() -> bool:
-    """True while a trace or an ONNX file is made, which others read without this package's operators."""
-    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    is_needed = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if is_needed else nullcontext()

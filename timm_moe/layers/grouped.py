@@ -1,22 +1,96 @@
-"""Products of the experts' rows with stacked matrices, as operators that compilers know.
+"""Products of the experts' rows with stacked matrices.
 
 The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No shape depends on the
 lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU, and with ``end_E`` on a GPU nothing does where
-:func:`multiplies_by_offsets`; elsewhere each product waits for the lengths.
+:func:`multiplies_by_offsets`; elsewhere each product waits for the lengths. Experts with equally many rows, (E, C, D),
+need no lengths.
 
-Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
+Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts, C rows of each expert.
 """
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
 
+from .functional import autocast_dtype, caller
 
-def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+
+class Runs(NamedTuple):
+    """Where the rows of each expert lie, for all products of a layer.
+
+    Attributes:
+        end: (E,) integers that do not decrease, at most N.
+        expert: (N,) the expert of each row where products are by offsets on a GPU, some expert after the last run;
+            else None, and each product reads ``end`` on the host.
+        is_after: (N, 1) whether a row is after the last run; None without ``expert``.
+        is_idle: (E, 1, 1) whether an expert has no rows; None without ``expert``.
+    """
+
+    end: Tensor
+    expert: Tensor | None = None
+    is_after: Tensor | None = None
+    is_idle: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self if tensor is not None)
+
+
+def runs_of(end_E: Tensor, x_ND: Tensor, *widths: int) -> Runs:
+    """Prepare products of rows with matrices of these widths; the host waits here, if at all."""
+    if end_E.is_cpu or end_E.is_meta:
+        return Runs(end_E)
+    return runs_by_offsets(end_E, x_ND.shape[0]) if multiplies_by_offsets(x_ND, *widths) else Runs(end_E.cpu())
+
+
+def runs_by_offsets(end_E: Tensor, rows: int) -> Runs:
+    """Prepare products that read nothing on the host."""
+    end_E = end_E.int()
+    row_N = torch.arange(rows, device=end_E.device, dtype=torch.int32)
+    expert_N = torch.searchsorted(end_E, row_N, right=True)
+    is_idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
+    is_after_N1 = (expert_N == end_E.shape[0]).unsqueeze(1)
+    return Runs(end_E, expert_N.clamp(max=end_E.shape[0] - 1), is_after_N1, is_idle_E.view(-1, 1, 1))
+
+
+def batched_linear(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
+    """``x[e] @ weight[e].T + bias[e]`` for each expert, (E, C, H); under autocast in its dtype."""
+    dtype = autocast_dtype(x_ECD)
+    return _batched(_cast(x_ECD, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype))
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """torch's own formula would transpose the weights' gradients, and copy them to the parameters' layout."""
+
+    @staticmethod
+    def forward(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
+        if bias_EH is None:
+            return torch.bmm(x_ECD, weight_EHD.transpose(1, 2))
+        return torch.baddbmm(bias_EH.unsqueeze(1), x_ECD, weight_EHD.transpose(1, 2))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_ECH: Tensor) -> tuple[Tensor | None, ...]:
+        x_ECD, weight_EHD = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = torch.bmm(grad_ECH, weight_EHD) if needs_x else None
+        grad_weight = torch.bmm(grad_ECH.transpose(1, 2), x_ECD) if needs_weight else None
+        return grad_x, grad_weight, grad_ECH.sum(1) if needs_bias else None
+
+
+_batched = caller(_BatchedLinear)
+
+
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    return x if x is None or dtype is None else x.to(dtype)
+
+
+def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, runs: Runs) -> Tensor:
     """``x @ weight[e].T + bias[e]`` for each run of rows, (N, H); zero for rows after the last run.
 
     Under autocast it computes in autocast's dtype, as ``torch.nn.functional.linear`` does.
@@ -25,30 +99,19 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end
         x_ND: rows in the order of the experts.
         weight_EHD: E times ``nn.Linear.weight``.
         bias_EH: E times ``nn.Linear.bias``, or None.
-        end_E: integers that do not decrease, at most N.
+        runs: the rows of each expert.
 
     Raises:
         RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode differentiation.
     """
-    dtype = _autocast_dtype(x_ND)
-    if dtype is not None:
-        x_ND, weight_EHD = x_ND.to(dtype), weight_EHD.to(dtype)
-        bias_EH = bias_EH if bias_EH is None else bias_EH.to(dtype)
-    return _call(_Linear, x_ND, weight_EHD, bias_EH, end_E)
+    dtype = autocast_dtype(x_ND)
+    return _linear(_cast(x_ND, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype), *runs.tensors())
 
 
-def spread_over_rows(stacked_EH: Tensor, end_E: Tensor, rows: int) -> Tensor:
+def spread_over_rows(stacked_EH: Tensor, runs: Runs, rows: int) -> Tensor:
     """(N, H): for each row the vector of its expert; zero after the last run."""
     nothing_ND, nothing_EHD = stacked_EH.new_empty(rows, 0), stacked_EH.new_empty(*stacked_EH.shape, 0)
-    return _call(_Linear, nothing_ND, nothing_EHD, stacked_EH, end_E)  # a bias alone
-
-
-def _call(function: Any, *args: Any) -> Any:
-    """Avoid an autograd function where it only takes time; in forward mode it raises, and the bare operator gives 0."""
-    if torch.compiler.is_compiling():
-        return function.forward(*args)
-    is_dual = (isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args)
-    return (function.apply if torch.is_grad_enabled() or any(is_dual) else function.forward)(*args)
+    return _linear(nothing_ND, nothing_EHD, stacked_EH, *runs.tensors())  # a bias alone
 
 
 # Each of the two is the other's derivative. torch.func needs them: it knows no formulas of operators.
@@ -56,57 +119,72 @@ def _call(function: Any, *args: Any) -> Any:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+    def forward(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *runs: Any) -> Tensor:
+        if runs:
+            return torch.ops.timm_moe.linear_by_offsets(x_ND, weight_EHD, bias_EH, end_E, *runs)
         return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_ND, weight_EHD, _, end_E = inputs
-        ctx.save_for_backward(x_ND, weight_EHD, end_E)
+        x_ND, weight_EHD, _, *runs = inputs
+        ctx.save_for_backward(x_ND, weight_EHD, *runs)
 
     @staticmethod
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_EHD, end_E = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = _call(_Linear, grad_NH, weight_EHD.transpose(1, 2), None, end_E) if needs_x else None
-        grad_weight = grad_bias = None
+        x_ND, weight_EHD, *runs = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = _linear(grad_NH, weight_EHD.transpose(1, 2), None, *runs)
         if needs_weight or needs_bias:
-            grad_weight, grad_bias = _call(_Outer, grad_NH, x_ND, end_E, needs_bias)
-        return grad_x, grad_weight, grad_bias if needs_bias else None, None
+            grad_weight, grad_bias = _outer(grad_NH, x_ND, needs_bias, *runs)
+        return grad_x, grad_weight, grad_bias if needs_bias else None, *(None for _ in runs)
 
 
 class _Outer(torch.autograd.Function):
     @staticmethod
-    def forward(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-        return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, end_E, with_sum)
+    def forward(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *runs: Any) -> tuple[Tensor, Tensor]:
+        if runs:
+            return torch.ops.timm_moe.outer_by_offsets(y_NH, x_ND, with_sum, end_E, *runs)
+        return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, with_sum, end_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.with_sum = inputs
-        ctx.save_for_backward(*tensors)
+        y_NH, x_ND, ctx.with_sum, *runs = inputs
+        ctx.save_for_backward(y_NH, x_ND, *runs)
 
     @staticmethod
     def backward(ctx: Any, grad_EHD: Tensor, grad_EH: Tensor) -> tuple[Tensor | None, ...]:
-        y_NH, x_ND, end_E = ctx.saved_tensors
+        y_NH, x_ND, *runs = ctx.saved_tensors
         needs_y, needs_x, *_ = ctx.needs_input_grad
-        grad_y = _call(_Linear, x_ND, grad_EHD, grad_EH if ctx.with_sum else None, end_E) if needs_y else None
-        grad_x = _call(_Linear, y_NH, grad_EHD.transpose(1, 2), None, end_E) if needs_x else None
-        return grad_y, grad_x, None, None
+        grad_y = grad_x = None
+        if needs_y:
+            grad_y = _linear(x_ND, grad_EHD, grad_EH if ctx.with_sum else None, *runs)
+        if needs_x:
+            grad_x = _linear(y_NH, grad_EHD.transpose(1, 2), None, *runs)
+        return grad_y, grad_x, None, *(None for _ in runs)
 
 
-_SCHEMAS = {
-    "timm_moe::grouped_linear": "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor",
-    "timm_moe::grouped_outer": "(Tensor y, Tensor x, Tensor end, bool with_sum) -> (Tensor, Tensor)",
-}
-for _name, _schema in _SCHEMAS.items():
-    # They may read their last tensor on the host, which a CUDA graph would not repeat.
-    torch.library.define(_name, _schema, tags=torch.Tag.cudagraph_unsafe)
+_linear, _outer = caller(_Linear, is_operator=True), caller(_Outer, is_operator=True)
+
+_HOST = torch.Tag.cudagraph_unsafe
+_RUNS = "Tensor end, Tensor expert, Tensor is_after, Tensor is_idle"
+# The first two read their last tensor on the host, which a CUDA graph would not repeat.
+for _name, _schema, _tags in (
+    ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", _HOST),
+    (
+        "grouped_outer",
+        "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)",
+        torch.Tag.cudagraph_unsafe,
+    ),
+    ("linear_by_offsets", f"(Tensor x, Tensor weight, Tensor? bias, {_RUNS}) -> Tensor", ()),
+    ("outer_by_offsets", f"(Tensor y, Tensor x, bool with_sum, {_RUNS}) -> (Tensor, Tensor)", ()),
+):
+    torch.library.define(f"timm_moe::{_name}", _schema, tags=_tags)
 
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
 def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
-    if _is_by_offsets(x_ND, weight_EHD, end_E):
-        return _linear_on_gpu(x_ND, weight_EHD, bias_EH, end_E)
     y_NH = _linear_of_shapes(x_ND, weight_EHD, bias_EH, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
     weights = weight_EHD.transpose(1, 2).unbind()
@@ -122,10 +200,8 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
 
 
 @torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
-def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
-    if _is_by_offsets(x_ND, y_NH, end_E):
-        return _outer_on_gpu(y_NH, x_ND, end_E, with_sum)
-    product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, end_E, with_sum)
+def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor) -> tuple[Tensor, Tensor]:
+    product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, with_sum, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
     runs = zip(y_NH.split(sizes), x_ND.split(sizes), product_EHD.unbind(), total_EH.unbind(), sizes, strict=False)
     for y, x, product, total, size in runs:
@@ -153,7 +229,7 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     fallback for others copies the offsets to the host. Widths must be multiples of 16 bytes. The last offset may equal
     the number of rows, as in torch's own tests.
     """
-    cuda, dtype = torch.version.cuda, _autocast_dtype(x_ND) or x_ND.dtype
+    cuda, dtype = torch.version.cuda, autocast_dtype(x_ND) or x_ND.dtype
     if not x_ND.is_cuda or cuda is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     has_kernel = dtype == torch.bfloat16 or tuple(map(int, cuda.split(".")[:2])) >= (13, 3)
@@ -163,51 +239,38 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     return torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The type to which autocast casts the inputs of a linear layer; None if it leaves them alone."""
-    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
-
-
-def _is_by_offsets(x_ND: Tensor, other: Tensor, end_E: Tensor) -> bool:
-    """Tell if a product runs by offsets on the GPU: a bias alone, and what grouped_mm takes."""
-    if not end_E.is_cuda:
-        return False
-    return x_ND.shape[1] == 0 or (x_ND.dtype == other.dtype and multiplies_by_offsets(x_ND, *other.shape[1:]))
-
-
-def _linear_on_gpu(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+@torch.library.impl("timm_moe::linear_by_offsets", "CompositeExplicitAutograd")
+def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor) -> Tensor:
+    end_E, expert_N, is_after_N1, _ = of_rows
+    _check_devices(x_ND, weight_EHD, bias_EH, end_E)
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
         weight_EHD = weight_EHD.contiguous()
-    if x_ND.shape[1] == 0:  # a bias alone
-        y_NH = x_ND.new_zeros(x_ND.shape[0], weight_EHD.shape[1])
-    else:
-        y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E.int())
-    expert_N = _expert_of_row(end_E, x_ND.shape[0])
+    y_NH = None
+    if x_ND.shape[1]:  # else a bias alone
+        y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E)
     if bias_EH is not None:
-        y_NH = y_NH + bias_EH.index_select(0, expert_N.clamp(max=end_E.shape[0] - 1))
-    return y_NH.masked_fill_((expert_N == end_E.shape[0]).unsqueeze(1), 0)  # not written by grouped_mm
+        bias_NH = bias_EH.index_select(0, expert_N)
+        y_NH = bias_NH if y_NH is None else y_NH + bias_NH
+    assert y_NH is not None
+    return y_NH.masked_fill(is_after_N1, 0)  # not written by grouped_mm
 
 
-def _outer_on_gpu(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+@torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")
+def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
+    end_E, expert_N, is_after_N1, is_idle_E11 = of_rows
+    experts = end_E.shape[0]
     y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
     if x_ND.shape[1] == 0:
-        product_EHD = y_NH.new_empty(end_E.shape[0], y_NH.shape[1], 0)
+        product_EHD = y_NH.new_empty(experts, y_NH.shape[1], 0)
     else:
-        product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E.int())
-        idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
-        product_EHD = product_EHD.masked_fill_(idle_E.view(-1, 1, 1), 0)
+        product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E)
+        product_EHD = product_EHD.masked_fill(is_idle_E11, 0)  # not written by grouped_mm
     if not with_sum:
-        return product_EHD, y_NH.new_empty(end_E.shape[0], 0)
-    expert_N = _expert_of_row(end_E, x_ND.shape[0])
-    is_of_NE = (expert_N.unsqueeze(1) == torch.arange(end_E.shape[0], device=end_E.device)).to(y_NH.dtype)
-    return product_EHD, is_of_NE.t() @ y_NH  # sums by atomic operations would differ from run to run
-
-
-def _expert_of_row(end_E: Tensor, rows: int) -> Tensor:
-    """(N,) the expert of each row, E after the last run."""
-    return torch.searchsorted(end_E, torch.arange(rows, device=end_E.device), right=True)
+        return product_EHD, y_NH.new_empty(experts, 0)
+    # Sums by atomic operations would differ from run to run.
+    is_of_EN = torch.eq(torch.arange(experts, device=end_E.device).unsqueeze(1), expert_N)
+    is_of_EN = is_of_EN.masked_fill(is_after_N1.t(), False)
+    return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
 
 
 def _check_devices(*tensors: Tensor | None) -> None:
@@ -220,25 +283,32 @@ def _check_devices(*tensors: Tensor | None) -> None:
         )
 
 
-@torch.library.register_fake("timm_moe::grouped_linear")
-def _linear_of_shapes(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+def _linear_of_shapes(
+    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *of_rows: Tensor
+) -> Tensor:
     if weight_EHD.shape[0] != end_E.shape[0]:
         raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
     _check_devices(x_ND, weight_EHD, bias_EH, None if end_E.is_cpu else end_E)  # the host may know the lengths alone
     return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
 
 
-@torch.library.register_fake("timm_moe::grouped_outer")
-def _outer_of_shapes(y_NH: Tensor, x_ND: Tensor, end_E: Tensor, with_sum: bool) -> tuple[Tensor, Tensor]:
+def _outer_of_shapes(
+    y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *of_rows: Tensor
+) -> tuple[Tensor, Tensor]:
     _check_devices(x_ND, y_NH, None if end_E.is_cpu else end_E)
     experts, height = end_E.shape[0], y_NH.shape[1]
     return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(experts, height if with_sum else 0)
 
 
-torch.library.register_autograd("timm_moe::grouped_linear", _Linear.backward, setup_context=_Linear.setup_context)
-torch.library.register_autograd("timm_moe::grouped_outer", _Outer.backward, setup_context=_Outer.setup_context)
-
-
-@register_flop_formula([torch.ops.timm_moe.grouped_linear, torch.ops.timm_moe.grouped_outer])
 def _flops(first_shape: Any, second_shape: Any, *_: Any, **__: Any) -> int:
     return 2 * first_shape[0] * first_shape[1] * second_shape[1]
+
+
+for _names, _fake, _function in (
+    (("grouped_linear", "linear_by_offsets"), _linear_of_shapes, _Linear),
+    (("grouped_outer", "outer_by_offsets"), _outer_of_shapes, _Outer),
+):
+    for _name in _names:
+        torch.library.register_fake(f"timm_moe::{_name}", _fake)
+        torch.library.register_autograd(f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context)
+        register_flop_formula(getattr(torch.ops.timm_moe, _name))(_flops)

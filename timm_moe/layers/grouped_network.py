@@ -4,22 +4,23 @@ Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
 """
 
 import copy
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .grouped import grouped_linear, spread_over_rows
+from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
 
 #: Libraries whose networks only call their linear layers and norms. A class of the user's may read their weights.
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
 #: Names of torch's and timm's norms over the width that have a weight and perhaps a bias.
 _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
+#: What a subclass may define by itself and still compute as the class that it derives from.
+_OWN_NAMES = {"__init__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
 
 
 class _Grouped(nn.Module):
-    """Base of modules with places for stacked weights and the ends of the experts' runs, which a call fills in."""
+    """Base of modules with places for stacked weights and the experts' runs, which a call fills in."""
 
-    end: Tensor
     weight: Tensor | None
     bias: Tensor | None
 
@@ -27,7 +28,11 @@ class _Grouped(nn.Module):
         super().__init__()
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
-        self.register_buffer("end", None)
+        for name in Runs._fields:
+            self.register_buffer(name, None)
+
+    def runs(self) -> Runs:
+        return Runs(*(self._buffers[name] for name in Runs._fields))  # type: ignore[arg-type]
 
 
 class GroupedLinear(_Grouped):
@@ -36,11 +41,9 @@ class GroupedLinear(_Grouped):
     weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:
-            return grouped_linear(x, self.weight, self.bias, self.end)
-        if self.bias is None:
-            return torch.bmm(x, self.weight.transpose(1, 2))
-        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.transpose(1, 2))
+        if x.ndim == 3:
+            return batched_linear(x, self.weight, self.bias)
+        return grouped_linear(x, self.weight, self.bias, self.runs())
 
 
 class GroupedNorm(_Grouped):
@@ -61,7 +64,7 @@ class GroupedNorm(_Grouped):
         return y
 
     def _for_rows(self, stacked_EH: Tensor, x: Tensor) -> Tensor:
-        return stacked_EH.unsqueeze(1) if x.ndim == 3 else spread_over_rows(stacked_EH, self.end, len(x))
+        return stacked_EH.unsqueeze(1) if x.ndim == 3 else spread_over_rows(stacked_EH, self.runs(), len(x))
 
 
 def grouped_form(ffn: nn.Module) -> nn.Module | None:
@@ -83,14 +86,26 @@ def _replace(module: nn.Module) -> nn.Module:
         raise KeyError(module)
     if not module._parameters and not module._modules:
         return module
-    places = {type(module).__module__, type(module).forward.__module__}  # users patch classes
-    is_known = all(place.partition(".")[0] in _LIBRARIES for place in places)
-    if type(module) is nn.Linear:
+    if _original(module) is nn.Linear:
         return GroupedLinear()
-    if is_known and type(module).__name__ in _NORMS:
+    if _is_known(module) and _original(module).__name__ in _NORMS:
         return GroupedNorm(module)
-    if not is_known or module._parameters or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if not _is_known(module) or module._parameters or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise KeyError(module)
     copied = copy.copy(module)
     copied._modules = {name: None if child is None else _replace(child) for name, child in module._modules.items()}
     return copied
+
+
+def _original(module: nn.Module) -> Any:
+    """The class of a module, or the one that it derives from, if it only has another name or constructor."""
+    kind: Any = type(module)
+    while len(kind.__bases__) == 1 and not vars(kind).keys() - _OWN_NAMES:
+        kind = kind.__bases__[0]
+    return kind
+
+
+def _is_known(module: nn.Module) -> bool:
+    original = _original(module)
+    places = {original.__module__, original.forward.__module__}  # users patch classes
+    return all(place.partition(".")[0] in _LIBRARIES for place in places)

@@ -4,9 +4,12 @@ Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token. 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .functional import caller
 
 
 def importance_loss(gate_GSE: Tensor) -> Tensor:
@@ -14,7 +17,8 @@ def importance_loss(gate_GSE: Tensor) -> Tensor:
 
     It is the squared coefficient of variation, (G,), of the sums of the softmax without noise.
     """
-    return _squared_variation(gate_GSE.sum(1))
+    _, rows, experts = gate_GSE.shape  # the mean of the sums is S / E
+    return gate_GSE.sum(1).var(1, correction=0) * (experts / rows) ** 2
 
 
 def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float) -> Tensor:
@@ -24,23 +28,22 @@ def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tens
     each token's K-th expert, whose noisy logit is the threshold; ``noise_std`` is that of the noise on the logits.
     """
     threshold_GS1 = noisy_logits_GSE.gather(2, last_choice_GS.unsqueeze(2))
-    chance_GSE = torch.special.ndtr((logits_GSE - threshold_GS1) / noise_std)
-    return _squared_variation(chance_GSE.mean(1))
+    # A chance is (1 + erf) / 2, and factors of all chances do not change the variation.
+    erf_GSE = ((logits_GSE - threshold_GS1) * (0.5**0.5 / noise_std)).erf()
+    return _squared_variation(erf_GSE.sum(1) + logits_GSE.shape[1])
 
 
-def balance_loss(gate_GSE: Tensor, choice_GSK: Tensor) -> Tensor:
+def balance_loss(gate_GSE: Tensor, load_GE: Tensor, choices: int) -> Tensor:
     """E times the sum over the experts of (fraction of the choices) x (mean gate).
 
     It is 1 if both are uniform, and E if K = 1 and all rows prefer one expert. With the first choices only (K = 1) this
     is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) and GShard; with all K it is WideNet's (arXiv
     2107.11817, eqs. 3-5; the authors' code divides by K).
-    ``gate_GSE`` is the softmax of the logits by which the experts ``choice_GSK`` were chosen.
+    ``gate_GSE`` is the softmax of the logits by which experts were chosen, ``load_GE`` counts the choices of each
+    expert, and ``choices`` is K.
     """
-    num_experts = gate_GSE.shape[2]
-    choice_GN = choice_GSK.flatten(1)
-    ones_GN = torch.ones_like(choice_GN, dtype=gate_GSE.dtype)
-    chosen_GE = torch.zeros_like(gate_GSE[:, 0]).scatter_add_(1, choice_GN, ones_GN)
-    return num_experts * (chosen_GE / choice_GN.shape[1] * gate_GSE.mean(1)).sum(1)
+    _, rows, experts = gate_GSE.shape
+    return (gate_GSE.sum(1) * load_GE).sum(1) * (experts / (choices * rows * rows))
 
 
 def local_entropy_loss(gate_GSE: Tensor) -> Tensor:
@@ -62,6 +65,24 @@ def _entropy(gate: Tensor) -> Tensor:
     return -(gate * gate.clamp(min=1e-20).log()).sum(-1)  # a gate may be rounded to zero
 
 
-def _squared_variation(x_GE: Tensor) -> Tensor:
+class _SquaredVariation(torch.autograd.Function):
     """Squared coefficient of variation over the experts, by the population's variance, as in the reference."""
-    return x_GE.var(1, correction=0) / x_GE.mean(1).square()
+
+    @staticmethod
+    def forward(x_GE: Tensor) -> Tensor:
+        variance_G, mean_G = torch.var_mean(x_GE, 1, correction=0)
+        return variance_G / mean_G.square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_G: Tensor) -> Tensor:
+        (x_GE,) = ctx.saved_tensors
+        variance_G1, mean_G1 = torch.var_mean(x_GE, 1, correction=0, keepdim=True)
+        factor_G1 = grad_G.unsqueeze(1) * (2 / x_GE.shape[1]) / mean_G1.square()
+        return factor_G1 * (x_GE - (mean_G1 + variance_G1 / mean_G1))
+
+
+_squared_variation = caller(_SquaredVariation)

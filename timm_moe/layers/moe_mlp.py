@@ -13,7 +13,7 @@ from torch.fx import Proxy
 from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
-from .functional import in_plain_operators, kept_whole
+from .functional import Mode, current_mode, kept_whole
 from .living import living, register
 from .recording_router import in_backward
 from .router import Router
@@ -148,12 +148,14 @@ class MoeMlp(Experts):
                 "routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
         self._count_forward()
+        mode = current_mode()
         routing = self.router(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
-        if in_plain_operators() or (torch.compiler.is_compiling() and not (self.is_grouped or self.dispatcher)):
-            y_TD = self._weigh_all(x_TD, routing)
+        if mode.is_plain or (mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)):
+            y_TD = self._weigh_all(x_TD, routing, mode)
         else:  # a dispatcher computes outside of compiled code
-            y_TD = combine(self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity), routing)
+            y_ND = self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity, mode)
+            y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _count_forward(self) -> None:
@@ -184,12 +186,18 @@ class MoeMlp(Experts):
                 stacklevel=3,
             )
 
-    def _weigh_all(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _weigh_all(self, x_TD: Tensor, routing: Routing, mode: Mode) -> Tensor:
         """Run every expert on every row, at E times the cost, by operators that every format has."""
-        expert_TK = routing.experts()
-        gate_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype) if routing.gates is None else routing.gates
+        if mode is Mode.COMPILED:
+            _warn_of_all_rows(type(self._ffn).__name__)
+        if routing.starts is None:
+            expert_TK, gate_TK = routing.experts(), routing.gates
+        else:
+            expert_TK, gate_TK = routing.table(x_TD.shape[0])
+        if gate_TK is None:
+            gate_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype)
         weighted = []
-        for number, expert in enumerate(self.each()):
+        for number, expert in enumerate(self.each(mode)):
             output = expert(x_TD)
             is_chosen_TK = expert_TK == number
             gate_T1 = torch.where(is_chosen_TK, gate_TK, 0).sum(1, keepdim=True).to(output.dtype)
@@ -275,6 +283,15 @@ class EwaMlp(MoeMlp):
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
         return super().compute(x, routing) if self.training else self.run_mean(x)
+
+
+@torch.compiler.assume_constant_result  # so that it runs as the layer is compiled, and no more
+def _warn_of_all_rows(network: str) -> None:
+    warnings.warn(
+        f"Compiled, every expert computes every row: a {network} has no form that runs once over the rows of all "
+        "experts. Networks of timm, torchvision and transformers have, and their subclasses that override nothing.",
+        stacklevel=2,
+    )
 
 
 def _reset(router: Any) -> Any:

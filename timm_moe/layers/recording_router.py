@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from .balancing_bias import BalancingBias
+from .functional import Mode, current_mode
 from .living import find
 from .router import Router
 from .router_totals import RouterTotals
@@ -26,21 +27,37 @@ def in_backward() -> bool:
 
 
 class RouterRecord(NamedTuple):
-    """Losses and statistics of one training forward of a router.
+    """Losses and statistics of one training forward of a router; what a property tells is computed when asked for.
 
     Attributes:
         losses: mean over the groups of each loss by name, without its weight, detached.
         weighted_loss: weighted sum of the losses, for the training loss; None if there are no weights.
-        load: (E,) number of choices of each expert, dropped choices included.
-        dropped: () number of choices beyond the capacities.
-        finite: () whether all logits were finite numbers.
+        load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
+        chosen: gates of the chosen experts.
+        is_dropped: whether each choice is beyond the capacities; None if none can be.
     """
 
     losses: dict[str, Tensor]
     weighted_loss: Tensor | None
-    load: Tensor
-    dropped: Tensor
-    finite: Tensor
+    load_GE: Tensor
+    chosen: Tensor
+    is_dropped: Tensor | None
+
+    @property
+    def load(self) -> Tensor:
+        """(E,) number of choices of each expert, dropped choices included."""
+        return self.load_GE.sum(0)
+
+    @property
+    def dropped(self) -> Tensor:
+        """() number of choices beyond the capacities."""
+        return self.load_GE.new_zeros(()) if self.is_dropped is None else self.is_dropped.sum()
+
+    @property
+    def finite(self) -> Tensor:
+        """() whether the gates and losses were finite numbers, as they are not where logits are not."""
+        is_finite = self.chosen.isfinite().all()
+        return is_finite if self.weighted_loss is None else is_finite & self.weighted_loss.detach().isfinite()
 
 
 class Begun(Enum):
@@ -157,15 +174,16 @@ class RecordingRouter(Router):
         """
         if not self.training:
             return False
-        if torch.jit.is_tracing():
+        mode = current_mode()
+        if mode.is_plain:
             raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
-        if torch.compiler.is_exporting():
+        if mode is Mode.EXPORTED:
             raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
         if getattr(self, "_is_replica", False):
             raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
         return torch.is_grad_enabled()
 
-    def record(self, losses: dict[str, Tensor], load: Tensor, dropped: Tensor, finite: Tensor) -> None:
+    def record(self, losses: dict[str, Tensor], load_GE: Tensor, chosen: Tensor, is_dropped: Tensor | None) -> None:
         """Take a record; the arguments are the fields of :class:`RouterRecord`, the losses with their gradients.
 
         Raises:
@@ -178,7 +196,7 @@ class RecordingRouter(Router):
                 )
             return
         if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):  # not frozen
-            self.balancing_bias.count(load)
+            self.balancing_bias.count(load_GE.sum(0))
         # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
         # It cannot ask whether backward is running, either, so its repetitions are ignored by `waiting`.
         if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
@@ -188,9 +206,9 @@ class RecordingRouter(Router):
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
             weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
-            load=load,
-            dropped=dropped,
-            finite=finite,
+            load_GE=load_GE,
+            chosen=chosen,
+            is_dropped=is_dropped,
         )
         # Without losses to add, nobody may ever come for the records, so they must not pile up.
         self.records = [*self.records, record] if _has_gradient(record) else [record]

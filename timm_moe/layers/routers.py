@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Routing, assign, expert_capacity, has_equal_slots, images_of_group, queue, routing_to
-from .functional import no_autocast
+from .dispatch import ROUNDINGS, Queues, Routing, assign, expert_capacity, images_of_group, partition, queue
+from .functional import Mode, current_mode, no_autocast
 from .losses import balance_loss, global_entropy_loss, importance_loss, load_loss, local_entropy_loss, z_loss
 from .recording_router import RecordingRouter
 from .router import Router, generator_device, linear_logits, with_noise
@@ -37,21 +37,11 @@ class RandomPartition(Router):
     depends_on_input = False
 
     def forward(self, x: Tensor) -> Routing:
-        rows, experts = math.prod(x.shape[:-1]), self.num_experts
-        quotient, remainder = rows // experts, rows % experts  # torch.compile knows no divmod
-        number_E = torch.arange(1, experts + 1, device=x.device)
+        rows, mode = math.prod(x.shape[:-1]), current_mode()
         row_T = torch.randperm(rows, device=generator_device(x.device)).to(x.device)
-        if torch.compiler.is_compiling():  # before torch 2.14 inductor fails where a permutation picks rows (#158457)
+        if mode is Mode.COMPILED:  # before torch 2.14 inductor fails where a permutation picks rows (#158457)
             row_T = row_T.clamp(min=0)
-        token_indices, position_T, gates = row_T, torch.arange(rows, device=x.device), None
-        capacity = quotient + (1 if remainder else 0) if has_equal_slots(x.device) else None
-        ends_E = number_E * quotient + number_E.clamp(max=remainder) if capacity is None else number_E * capacity
-        if capacity is not None and remainder:  # the later parts leave their last slot empty
-            position_T = position_T + (position_T - remainder * capacity).clamp(min=0) // max(quotient, 1)
-            token_indices = row_T.new_zeros(experts * capacity).scatter_(0, position_T, row_T)
-            gates = x.new_ones(rows, 1)  # so that unused slots get no gradient
-        slot_T = torch.empty_like(row_T).scatter_(0, row_T, position_T)
-        return Routing(token_indices, ends_E, slot_T.unsqueeze(1), gates, capacity)
+        return partition(row_T, self.num_experts, mode)
 
 
 class TopKRouter(RecordingRouter):
@@ -180,7 +170,7 @@ class TopKRouter(RecordingRouter):
             ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
             RuntimeError: as :meth:`is_recording`.
         """
-        batch, rows = x.shape[0], math.prod(x.shape[1:-1])
+        batch, rows, mode = x.shape[0], math.prod(x.shape[1:-1]), current_mode()
         groups = self._groups(batch)
         x_GBND = x.reshape(groups, batch // groups, rows, x.shape[-1])
         capacity = self._capacity(batch // groups * rows)
@@ -190,14 +180,14 @@ class TopKRouter(RecordingRouter):
             noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
             gate_GBNE = self._gates(noisy_GBNE)
             chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, self.balancing_bias)
-            expert_GSK = self._experts(choice_GBNK).flatten(1, 2)
-            routing = self._assign(expert_GSK, chosen_GBNK.flatten(1, 2), capacity)
+            chosen_GSK, expert_GSK = chosen_GBNK.flatten(1, 2), self._experts(choice_GBNK).flatten(1, 2)
+            priority_GS = chosen_GSK[..., 0] if self.batch_priority else None
+            queues = queue(expert_GSK, self.num_experts, priority_GS, mode)
+            may_wait = not self.training and mode is Mode.EAGER
+            routing = assign(expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait)
             if self.is_recording():
-                expert_N = expert_GSK.flatten()
-                load = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
-                losses = self._losses(*map(self._loss_groups, (logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK)))
-                are_finite = (logits_GBNE.detach() * 0).sum() == 0  # isfinite().all() takes two kernels more
-                self.record(losses, load, (routing.slots >= routing.offsets[-1]).sum(), are_finite)
+                losses = self._losses(logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK, queues)
+                self.record(losses, queues.load.long(), chosen_GSK.detach(), routing.is_dropped)
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
@@ -210,18 +200,13 @@ class TopKRouter(RecordingRouter):
         """The gates divided by their sum, as losses and reports need them."""
         return gate if self.score == "softmax" else gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
 
-    def _assign(self, expert_GSK: Tensor, gate_GSK: Tensor, capacity: int | None) -> Routing:
-        priority_GS = gate_GSK[..., 0] if self.batch_priority else None
+    def _factors(self, chosen_GSK: Tensor) -> Tensor:
+        """The factors of the outputs of the chosen experts, from their gates."""
         if self.gate_mode == "one":
-            gate_GSK = torch.ones_like(gate_GSK)
+            chosen_GSK = torch.ones_like(chosen_GSK)
         elif self.gate_mode == "renorm":
-            gate_GSK = gate_GSK / gate_GSK.sum(2, keepdim=True).clamp(min=1e-20)
-        if self.route_scale != 1:
-            gate_GSK = gate_GSK * self.route_scale
-        if capacity is None:
-            return routing_to(expert_GSK.flatten(0, 1), gate_GSK.flatten(0, 1), self.num_experts)
-        ranks = queue(expert_GSK, self.num_experts, priority_GS)
-        return assign(expert_GSK, gate_GSK, *ranks, capacity, not (self.training or torch.compiler.is_compiling()))
+            chosen_GSK = chosen_GSK / chosen_GSK.sum(2, keepdim=True).clamp(min=1e-20)
+        return chosen_GSK if self.route_scale == 1 else chosen_GSK * self.route_scale
 
     def _groups(self, batch: int) -> int:
         return max(1, batch // max(1, images_of_group(batch, self.group_images, self.training)))
@@ -238,6 +223,10 @@ class TopKRouter(RecordingRouter):
         """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
         return x_GBN.flatten(1, 2)
 
+    def _loss_loads(self, load_GE: Tensor) -> Tensor:
+        """The loads of these groups, of the experts among which their rows choose."""
+        return load_GE
+
     def _capacity(self, rows: int) -> int | None:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor is None or factor >= self.num_experts or rows == 0:
@@ -246,21 +235,33 @@ class TopKRouter(RecordingRouter):
         most = rows * self.part_size // self.num_experts  # rows that may choose one expert
         return expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple, most)
 
-    def _losses(self, logits_GSE: Tensor, noisy_GSE: Tensor, gate_GSE: Tensor, choice_GSK: Tensor) -> dict[str, Tensor]:
+    def _losses(
+        self, logits_GBNE: Tensor, noisy_GBNE: Tensor, gate_GBNE: Tensor, choice_GBNK: Tensor, queues: Queues
+    ) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight; zero for an empty batch."""
-        if logits_GSE.shape[1] == 0:
-            return dict.fromkeys(self.loss_weights, logits_GSE.sum())
-        std = self.noise_std / logits_GSE.shape[2]
+        if logits_GBNE.numel() == 0:
+            return dict.fromkeys(self.loss_weights, logits_GBNE.sum())
+        groups = self._loss_groups
+        std = self.noise_std / self.part_size
+
+        def exact_GSE() -> Tensor:
+            """The gates without noise."""
+            gate = gate_GBNE if noisy_GBNE is logits_GBNE else self._gates(logits_GBNE)
+            return self._shares(groups(gate))
+
+        def balance(load_GE: Tensor, choices: int) -> Tensor:
+            return balance_loss(self._shares(groups(gate_GBNE)), self._loss_loads(load_GE), choices)
+
         losses = {
-            "importance": lambda: importance_loss(self._shares(self._gates(logits_GSE))),
-            "load": lambda: load_loss(logits_GSE, noisy_GSE, choice_GSK[..., -1], std),
-            "balance": lambda: balance_loss(self._shares(gate_GSE), choice_GSK[..., :1]),
-            "balance_top_k": lambda: balance_loss(self._shares(gate_GSE), choice_GSK),
-            "local_entropy": lambda: local_entropy_loss(self._shares(self._gates(logits_GSE))),
-            "global_entropy": lambda: global_entropy_loss(self._shares(self._gates(logits_GSE))),
-            "z": lambda: z_loss(logits_GSE),
+            "importance": lambda: importance_loss(exact_GSE()),
+            "load": lambda: load_loss(groups(logits_GBNE), groups(noisy_GBNE), groups(choice_GBNK)[..., -1], std),
+            "balance": lambda: balance(queues.load_first, 1),
+            "balance_top_k": lambda: balance(queues.load, self.top_k),
+            "local_entropy": lambda: local_entropy_loss(exact_GSE()),
+            "global_entropy": lambda: global_entropy_loss(exact_GSE()),
+            "z": lambda: z_loss(groups(logits_GBNE)),
         }
-        return {name: losses[name]().mean() for name in self.loss_weights}
+        return {name: _mean(losses[name]()) for name in self.loss_weights}
 
     def extra_repr(self) -> str:
         options = [f"{name}={value}" for name in SHOWN if (value := getattr(self, name, None))]
@@ -281,16 +282,7 @@ class ImageRouter(TopKRouter):
             raise ValueError(
                 f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
             )
-        rows = x.shape[1]
-        routing = super().forward(x[:, 0])
-        row = torch.arange(rows, device=x.device)
-        return Routing(
-            token_indices=(routing.token_indices.unsqueeze(1) * rows + row).flatten(),
-            offsets=routing.offsets * rows,
-            slots=routing.slots.repeat_interleave(rows, 0) * rows + row.repeat(x.shape[0]).unsqueeze(1),
-            gates=None if routing.gates is None else routing.gates.repeat_interleave(rows, 0),
-            capacity=None if routing.capacity is None else routing.capacity * rows,
-        )
+        return super().forward(x[:, 0]).for_all_rows(x.shape[1])
 
     def probabilities(self, x: Tensor) -> Tensor:
         return super().probabilities(x[:, :1]).repeat_interleave(x.shape[1], 0)
@@ -361,11 +353,14 @@ class EnsembleRouter(TiledRouter):
         return logits_GBMNME.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
-        first_M = torch.arange(self.ensemble_size, device=choice_GBNK.device) * self.part_size
+        first_M = torch.arange(0, self.num_experts, self.part_size, device=choice_GBNK.device)
         return (self._by_member(choice_GBNK) + first_M.view(-1, 1, 1)).flatten(1, 2)
 
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
         return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def _loss_loads(self, load_GE: Tensor) -> Tensor:
+        return load_GE.reshape(-1, self.part_size)
 
 
 class PartitionedRouter(EnsembleRouter):
@@ -385,13 +380,19 @@ class PartitionedRouter(EnsembleRouter):
     def forward(self, x: Tensor) -> Routing:
         members, rows = self.ensemble_size, math.prod(x.shape[1:-1])
 
-        def choices_of_row(per_member: Tensor) -> Tensor:
-            return per_member.view(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
+        def choices_of_row(per_member: Tensor | None) -> Any:
+            if per_member is None:
+                return None
+            return per_member.reshape(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
 
-        copies, offsets, slots, gates, capacity = super().forward(x.repeat_interleave(members, 0))
-        token_indices = copies // (members * rows) * rows + copies % rows
-        gates = None if gates is None else choices_of_row(gates)
-        return Routing(token_indices, offsets, choices_of_row(slots), gates, capacity)
+        routing = super().forward(x.repeat_interleave(members, 0))
+        copies = routing.token_indices
+        return routing._replace(
+            token_indices=copies // (members * rows) * rows + copies % rows,
+            slots=choices_of_row(routing.slots),
+            gates=choices_of_row(routing.gates),
+            is_dropped=choices_of_row(routing.is_dropped),
+        )
 
 
 class MultiHeadRouter(TopKRouter):
@@ -409,14 +410,24 @@ class MultiHeadRouter(TopKRouter):
         """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""
         rows = math.prod(x.shape[1:-1])
 
-        def choice_of_copy(per_row: Tensor) -> Tensor:
-            return per_row.view(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
+        def choice_of_copy(per_row: Tensor | None) -> Any:
+            if per_row is None:
+                return None
+            return per_row.reshape(-1, rows, self.top_k).transpose(1, 2).reshape(-1, 1)
 
-        token_indices, offsets, slots, gates, capacity = super().forward(x[:: self.top_k])
-        slots = choice_of_copy(slots)
+        routing = super().forward(x[:: self.top_k])
+        slots = choice_of_copy(routing.slots)
         copies = torch.arange(slots.shape[0], device=x.device)
-        token_indices = torch.zeros_like(token_indices).scatter_(0, slots.flatten(), copies)
-        return Routing(token_indices, offsets, slots, None if gates is None else choice_of_copy(gates), capacity)
+        return routing._replace(
+            token_indices=torch.zeros_like(routing.token_indices).scatter_(0, slots.flatten(), copies),
+            slots=slots,
+            gates=choice_of_copy(routing.gates),
+            is_dropped=choice_of_copy(routing.is_dropped),
+        )
+
+
+def _mean(of_groups: Tensor) -> Tensor:
+    return of_groups.squeeze(0) if of_groups.shape[0] == 1 else of_groups.mean()
 
 
 def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
@@ -426,10 +437,11 @@ def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor
     """
     if k == 1 and bias is None:
         return gate.max(-1, keepdim=True)
-    rest, chosen = gate.detach(), []
-    rest = rest if bias is None else bias(rest)
-    for _ in range(k):  # ONNX has no stable sort
+    chosen: list[Tensor] = []
+    rest = gate.detach() if bias is None else bias(gate.detach())
+    for number in range(k):  # ONNX has no stable sort
+        if number:
+            rest = rest.scatter(-1, chosen[-1], -torch.inf)
         chosen.append(rest.argmax(-1, keepdim=True))
-        rest = rest.scatter(-1, chosen[-1], -torch.inf)
-    indices = torch.cat(chosen, -1)
+    indices = torch.stack([index.squeeze(-1) for index in chosen]).movedim(0, -1)  # all first choices first, as queues
     return gate.gather(-1, indices), indices

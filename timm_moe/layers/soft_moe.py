@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .checks import check_integer
 from .dispatch import Routing
-from .functional import in_plain_operators, no_autocast
+from .functional import Mode, current_mode, no_autocast
 from .moe_mlp import MoeMlp
 from .router import Router
 
@@ -115,8 +115,10 @@ class SoftMoeMlp(MoeMlp):
 
     def _run_slots(self, x_ECD: Tensor) -> Tensor:
         """Apply each expert to its C rows: as runs to other processes, and on a CPU, where that is faster."""
-        has_runs = x_ECD.is_cpu and self.is_grouped and not in_plain_operators() and not torch.compiler.is_exporting()
+        (experts, rows, _), mode = x_ECD.shape, current_mode()
+        x_ND = x_ECD.flatten(0, 1)
+        has_runs = x_ECD.is_cpu and self.is_grouped and mode in (Mode.EAGER, Mode.COMPILED)
         if self.dispatcher is None and not has_runs:
-            return self.run_batched(x_ECD)
-        offsets = torch.arange(1, self.num_experts + 1, device=x_ECD.device) * x_ECD.shape[1]
-        return self.run(x_ECD.flatten(0, 1), offsets).unflatten(0, x_ECD.shape[:2])
+            return self.run_batched(x_ND, rows, mode)
+        offsets = torch.arange(1, experts + 1, device=x_ECD.device) * rows
+        return self.run(x_ND, offsets, None, mode).unflatten(0, x_ECD.shape[:2])

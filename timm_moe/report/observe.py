@@ -69,8 +69,8 @@ class LayerObservation:
             entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(max(2, width))
             histogram = torch.histc(entropy.float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
-        elif call.routing.gates is not None:
-            gate = call.routing.gates[:, 0]
+        elif (weights := call.routing.weights()) is not None:
+            gate = weights[:, 0]
 
         def patches(of_rows: Tensor) -> Tensor:
             """Turn (T,) into (B, M, P); no patches without a grid."""

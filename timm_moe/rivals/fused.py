@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..convert.registry import RouterSpec, register_router
 from ..layers import MoeMlp, Router, Routing
 from ..layers.checks import check_number
-from ..layers.functional import no_autocast
+from ..layers.functional import current_mode, no_autocast
 
 
 class Fusion(Router):
@@ -120,7 +120,7 @@ class FusedMlp(MoeMlp):
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x (..., D) by the fused network, which has no use for a routing."""
-        return self._call(self._ffn, self._fused(), x)
+        return self._call(self._ffn, self._fused(), x, current_mode())
 
 
 def _fusion(dim: int, num_experts: int, *, common_share: float) -> Fusion:
