@@ -33,15 +33,15 @@ class RouterRecord(NamedTuple):
         losses: mean over the groups of each loss by name, without its weight, detached.
         weighted_loss: weighted sum of the losses, for the training loss; None if there are no weights.
         load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
-        chosen: gates of the chosen experts.
-        is_dropped: whether each choice is beyond the capacities; None if none can be.
+        capacity: number of choices of a group that an expert takes; None if nothing is dropped.
+        gate_sum: () sum of the chosen experts' gates, where there are no losses that tell of NaN or Inf; else None.
     """
 
     losses: dict[str, Tensor]
     weighted_loss: Tensor | None
     load_GE: Tensor
-    chosen: Tensor
-    is_dropped: Tensor | None
+    capacity: int | None
+    gate_sum: Tensor | None
 
     @property
     def load(self) -> Tensor:
@@ -51,13 +51,18 @@ class RouterRecord(NamedTuple):
     @property
     def dropped(self) -> Tensor:
         """() number of choices beyond the capacities."""
-        return self.load_GE.new_zeros(()) if self.is_dropped is None else self.is_dropped.sum()
+        if self.capacity is None:
+            return self.load_GE.new_zeros(())
+        return (self.load_GE - self.capacity).clamp(min=0).sum()
 
     @property
     def finite(self) -> Tensor:
-        """() whether the gates and losses were finite numbers, as they are not where logits are not."""
-        is_finite = self.chosen.isfinite().all()
-        return is_finite if self.weighted_loss is None else is_finite & self.weighted_loss.detach().isfinite()
+        """() whether the losses or gates were finite numbers, as they are not where logits are not."""
+        return torch.stack(self.checked()).isfinite().all()
+
+    def checked(self) -> list[Tensor]:
+        """The numbers () that are not finite where logits are not."""
+        return list(self.losses.values()) if self.gate_sum is None else [self.gate_sum]
 
 
 class Begun(Enum):
@@ -183,8 +188,14 @@ class RecordingRouter(Router):
             raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
         return torch.is_grad_enabled()
 
-    def record(self, losses: dict[str, Tensor], load_GE: Tensor, chosen: Tensor, is_dropped: Tensor | None) -> None:
-        """Take a record; the arguments are the fields of :class:`RouterRecord`, the losses with their gradients.
+    def record(self, losses: dict[str, Tensor], load_GE: Tensor, capacity: int | None, gates: Tensor) -> None:
+        """Take a record.
+
+        Args:
+            losses: mean over the groups of each loss by name, with its gradient, without its weight.
+            load_GE: (G, E) number of choices of each expert in each group.
+            capacity: number of choices of a group that an expert takes; None for all.
+            gates: the chosen experts' gates.
 
         Raises:
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
@@ -207,8 +218,8 @@ class RecordingRouter(Router):
             losses={name: loss.detach() for name, loss in losses.items()},
             weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
             load_GE=load_GE,
-            chosen=chosen,
-            is_dropped=is_dropped,
+            capacity=capacity,
+            gate_sum=None if losses else gates.detach().sum(),
         )
         # Without losses to add, nobody may ever come for the records, so they must not pile up.
         self.records = [*self.records, record] if _has_gradient(record) else [record]

@@ -72,9 +72,16 @@ class RouterTotals:
         for name in kept[0].losses:
             total = torch.stack([record.losses[name] for record in kept]).sum()
             self.losses[name] = self.losses.get(name, 0) + total
-        self.load = self.load + torch.stack([record.load for record in kept]).sum(0)
-        self.dropped = self.dropped + torch.stack([record.dropped for record in kept]).sum()
-        self._not_finite = self._not_finite + (~torch.stack([record.finite for record in kept])).sum()
+        by_capacity: dict[int | None, list[Tensor]] = {}
+        for record in kept:
+            by_capacity.setdefault(record.capacity, []).append(record.load_GE)
+        for capacity, loads in by_capacity.items():
+            load_GE = torch.cat(loads)
+            self.load = self.load + load_GE.sum(0)
+            if capacity is not None:
+                self.dropped = self.dropped + (load_GE - capacity).clamp(min=0).sum()
+        numbers = torch.stack([torch.stack(record.checked()) for record in kept])
+        self._not_finite = self._not_finite + (~numbers.isfinite().all(1)).sum()
 
     def summary(self) -> RoutingSummary:
         """Means over the forwards, of which there is at least one."""

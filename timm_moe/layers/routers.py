@@ -187,7 +187,7 @@ class TopKRouter(RecordingRouter):
             routing = assign(expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait)
             if self.is_recording():
                 losses = self._losses(logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK, queues)
-                self.record(losses, queues.load.long(), chosen_GSK.detach(), routing.is_dropped)
+                self.record(losses, queues.load.long(), capacity, chosen_GSK)
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter

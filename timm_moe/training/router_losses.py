@@ -62,7 +62,7 @@ def take_losses(layers: list[Any]) -> Tensor | None:
         return None
     losses = [record.weighted_loss for _, record in taken if record.weighted_loss is not None]
     if not losses:
-        return torch.zeros((), device=taken[0][1].load.device)
+        return torch.zeros((), device=taken[0][1].load_GE.device)
     return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()  # blocks may be on several GPUs
 
 
@@ -132,11 +132,14 @@ def _keep_statistics(taken: list[tuple[MoeMlp, RouterRecord]]) -> None:
     """Add records to the totals of their layers."""
     records = [record for _, record in taken]
     # Copies, of all layers at once: the outputs of a CUDA graph are written anew in the next step.
-    loads = iter(_copies([record.load for record in records]))
-    losses = iter(_copies([loss for record in records for loss in record.losses.values()]))
+    loads = iter(_copies([record.load_GE for record in records]))
+    numbers = iter(_copies([number for record in records for number in record.checked()]))
     for layer, record in taken:
         kept = record._replace(
-            weighted_loss=None, load=next(loads), losses={name: next(losses) for name in record.losses}
+            weighted_loss=None,
+            load_GE=next(loads),
+            losses={name: next(numbers) for name in record.losses},
+            gate_sum=None if record.gate_sum is None else next(numbers),
         )
         totals: RouterTotals = layer.router.totals
         totals.add(kept)
