@@ -15,7 +15,7 @@ from timm.models import save_for_hf
 
 from timm_moe.analysis.data import Inference, class_names, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.analysis.segmentation import MaskedImages
+from timm_moe.analysis.routes.segmentation import MaskedImages
 from timm_moe.model_config import preprocessing
 from timm_moe_cli import main
 

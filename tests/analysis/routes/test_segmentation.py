@@ -14,8 +14,8 @@ from PIL import Image
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference
-from timm_moe.analysis.routing_statistics import collect_patch_routes, summarize
-from timm_moe.analysis.segmentation import MaskedImages, majority_labels, pair_files
+from timm_moe.analysis.routes.segmentation import MaskedImages, majority_labels, pair_files
+from timm_moe.analysis.routes.statistics import collect_patch_routes, summarize
 from timm_moe.callbacks import export_moe
 from timm_moe.checkpoints.source import load_source
 from timm_moe.model_config import preprocessing

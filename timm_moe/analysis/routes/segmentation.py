@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from .data import Inference, reading
-from .images import UnreadableImage, find_images, log_taken, read_image
+from ..data import Inference, reading
+from ..images import UnreadableImage, find_images, log_taken, read_image
 
 _logger = logging.getLogger(__name__)
 
