@@ -16,6 +16,7 @@ from timm.data import ImageDataset
 from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
+from .analysis.benefits import benefits_kept
 from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
@@ -159,17 +160,11 @@ def _fewshot(args: argparse.Namespace) -> None:
 
 
 def _benefits(args: argparse.Namespace) -> None:
-    """Print the share of the accuracy gained by experts that a dense student keeps (OneS, arXiv 2201.10890, 4.1)."""
     accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
-    student, teacher, dense = accuracies.values()
-    if not teacher > dense:
-        raise ValueError(
-            f"The teacher's accuracy of {teacher:.2%} is not above the dense model's {dense:.2%}: its experts bring "
-            "nothing that a student could keep."
-        )
+    kept = benefits_kept(**accuracies)
     for role, accuracy in accuracies.items():
         show(f"  {role:<8} top-1 {accuracy:7.2%}")
-    show(f"MoE benefits kept by the student: {(student - dense) / (teacher - dense):.1%}")
+    show(f"MoE benefits kept by the student: {kept:.1%}")
 
 
 def _accuracy(source: str, args: argparse.Namespace) -> float:
