@@ -20,14 +20,13 @@ from .analysis.benefits import benefits_kept
 from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
-from .analysis.images import read_class_map
 from .analysis.info import measure, model_info
 from .analysis.norms import norm_divergence
 from .analysis.routes.mixtures import collect_mixtures, mixing_layers
 from .analysis.routes.outputs import FILES as ROUTES_FILES
 from .analysis.routes.outputs import class_shares, plot, plot_mixtures, write_routes
 from .analysis.routes.outputs import table as routes_table
-from .analysis.routes.segmentation import MaskedImages
+from .analysis.routes.segmentation import MaskedImages, read_names
 from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .checkpoints import swin_moe, vmoe
 from .checkpoints.source import ModelSpec, folder_of, load_source
@@ -214,7 +213,7 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
             raise ValueError(
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has no place."
             )
-    classes = read_class_map(args.class_map) if args.class_map else None
+    classes = read_names(args.class_map) if args.class_map else None
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
     config, mode = preprocessing(model), image_mode(model)
