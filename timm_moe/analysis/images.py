@@ -81,6 +81,8 @@ def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
             f"{data_dir} has no image of a class in its split {split!r}: {describe(error)}"
         ) from error
     except Exception as error:  # timm asserts, and a damaged pickle may end in anything
+        if not class_map:
+            raise
         raise ValueError(f"The class map {class_map} cannot be read: {describe(error)}") from error
     if split and dataset.reader.root == data_dir:  # without the split timm takes all that there is
         folders = sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir())
