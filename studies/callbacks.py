@@ -23,7 +23,7 @@ from timm_moe.convert import ffn_paths
 from timm_moe.convert.blocks import select_blocks
 from timm_moe.rivals import Fusion, SwitchEma, scale_learning_rates
 
-from . import candidates
+from . import candidates, device_images
 
 
 def switch_ema(window: str) -> None:
@@ -100,6 +100,11 @@ def until(seconds: str) -> None:
     _around(timm.scheduler, "create_scheduler_v2", after=lambda made, _: watch(made[0]))
 
 
+def on_device(value: str) -> None:
+    """Keep the images on the device, and augment them there."""
+    device_images.put_images_on_the_device()
+
+
 def hold_rate(fraction: str) -> None:
     """Hold the learning rate from this fraction of the updates on, as stochastic weight averaging does."""
 
@@ -157,6 +162,7 @@ def _around(
 
 
 CALLBACKS: dict[str, Callable[[str], None]] = {
+    "on_device": on_device,
     "until": until,
     "hold_rate": hold_rate,
     "plain_attention": plain_attention,

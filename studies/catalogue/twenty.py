@@ -91,10 +91,10 @@ STUDY = Study(
     measure=Evaluation(),
     pairs=tuple((EWA, arm.name) for arm in arms() if arm.name not in (DENSE, EWA)),
     primary=(EWA, DENSE),
-    stated="the primary comparison is EWA to dense training, by top-1. All others are secondary, with p-values that are "
-    "corrected by Holm's method within the study. Paired differences of study recipe had a standard deviation of 0.60 "
-    "points under this recipe. With as much here, half of the interval of twenty seeds is 0.28 points, and a difference "
-    "of 0.39 would be found with a chance of 80 %; with ten seeds 0.43 and 0.59.",
+    stated="the primary comparison is EWA to dense training, by top-1. All others are secondary, with p-values that "
+    "are corrected by Holm's method within the study. Paired differences of study recipe had a standard deviation of "
+    "0.60 points under this recipe. With as much here, half of the interval of twenty seeds is 0.28 points, and a "
+    "difference of 0.39 would be found with a chance of 80 %; with ten seeds 0.43 and 0.59.",
 )
 
 PILOT = Study(
