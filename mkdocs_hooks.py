@@ -128,7 +128,7 @@ def package_page(package):
     folder = folder_of(package)
     front = exports(folder_of("timm_moe")) if package != "timm_moe" else []
     names = exports(folder)
-    modules = [name for name in names or submodules(folder) if is_module(folder / name)]
+    modules = [name for name in names if is_module(folder / name)] if names else submodules(folder)
     own = [name for name in names if name not in (*modules, *front, "__version__")]
     elsewhere = [f"[`{name}`][timm_moe.{name}]" for name in names if name in front]
     blocks = [
@@ -158,7 +158,14 @@ def exports(folder):
 
 
 def submodules(folder):
-    return sorted(file.stem for file in folder.glob("[!_]*.py"))
+    """Return the modules of a package; of packages in it that export nothing, their modules."""
+    found = [file.stem for file in folder.glob("[!_]*.py")]
+    for inner in (file.parent for file in folder.glob("*/__init__.py")):
+        if exports(inner):
+            found.append(inner.name)
+        else:
+            found += [f"{inner.name}.{name}" for name in submodules(inner)]
+    return sorted(found)
 
 
 def is_module(path):

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from timm_moe import moe_layers
-from timm_moe.info import parameters, parameters_of_an_expert, weightless_model
+from timm_moe.convert.blocks import parameters, parameters_of_an_expert
 from timm_moe.layers.dispatch import expert_capacity
+from timm_moe.models.registered import weightless_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "generated" / "distributed.md"
 MODELS = {

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from timm_moe.colours import COLOURS as ALL_COLOURS
+from timm_moe.analysis.colours import COLOURS as ALL_COLOURS
 
 FOLDER = Path(__file__).with_name("images")
 #: Of a drawing, in inches.

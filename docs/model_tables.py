@@ -8,17 +8,11 @@ from pathlib import Path
 from paper_figures import FIGURES, PAPERS, number_text
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
-from timm_moe.convert.blocks import moe_layers
+from timm_moe.analysis.info import model_info
+from timm_moe.convert.blocks import activated_parameters, moe_layers, parameters
 from timm_moe.convert.find import ffn_paths
-from timm_moe.info import (
-    activated_parameters,
-    is_named_after_stock,
-    model_info,
-    parameters,
-    registered_models,
-    weightless_model,
-)
 from timm_moe.models import ewa
+from timm_moe.models.registered import is_named_after_stock, registered_models, weightless_model
 
 _MODELS = """\
 # EWA for every architecture of timm, by name

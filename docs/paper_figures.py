@@ -13,16 +13,10 @@ from typing import Any
 from timm.utils import ParseKwargs
 from torch import nn
 
-from timm_moe.convert.blocks import moe_layers
-from timm_moe.info import (
-    activated_parameters,
-    evaluation_cost,
-    forward_cost,
-    parameters,
-    parameters_of_an_expert,
-    weightless_model,
-)
+from timm_moe.analysis.info import evaluation_cost, forward_cost
+from timm_moe.convert.blocks import activated_parameters, moe_layers, parameters, parameters_of_an_expert
 from timm_moe.models.publications import PUBLICATIONS
+from timm_moe.models.registered import weightless_model
 
 #: The papers whose figures are measured here, in the order of the page, with their arXiv numbers.
 PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", "ViMoE", "Soft MoE", "pBE")}

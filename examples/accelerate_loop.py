@@ -16,8 +16,8 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from timm_moe.analysis.demo import load_images
 from timm_moe.callbacks import add_router_losses, expert_statistics, export_dense, export_moe, start_averaging
-from timm_moe.demo import load_images
 
 SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
 

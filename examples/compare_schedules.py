@@ -10,7 +10,7 @@ from statistics import mean, stdev
 import timm
 import torch
 
-from timm_moe.demo import BATCH_SIZE, SMALL_VIT, Run, load_images, train
+from timm_moe.analysis.demo import BATCH_SIZE, SMALL_VIT, Run, load_images, train
 
 EPOCHS = 40
 VARIANTS = {

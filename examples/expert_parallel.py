@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import timm_moe
-from timm_moe.demo import load_images
+from timm_moe.analysis.demo import load_images
 
 SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
 MODEL = dict(model_name="vit_tiny_moe", num_experts=8, top_k=2, **SIZE)

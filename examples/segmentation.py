@@ -32,7 +32,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 import timm_moe
-from timm_moe.analysis.segmentation import MaskedImages
+from timm_moe.analysis.routes.segmentation import MaskedImages
 from timm_moe.callbacks import export_moe
 from timm_moe.model_config import preprocessing
 

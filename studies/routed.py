@@ -8,8 +8,8 @@ from timm.utils import ParseKwargs
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import moe_layers
-from timm_moe.info import weightless_model
 from timm_moe.model_config import model_input_size
+from timm_moe.models.registered import weightless_model
 
 from .deploy import Checkpoint
 from .study import Arm, Size

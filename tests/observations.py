@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from timm_moe.analysis.data import Inference, image_folder, load_classifiers
-from timm_moe.analysis.routing_statistics import Routes
-from timm_moe.report.observe import LayerObservation, Observation, Patch, observe
+from timm_moe.analysis.report.observe import LayerObservation, Observation, Patch, observe
+from timm_moe.analysis.routes.statistics import Routes
 
 HERE = Inference(batch_size=7, workers=0, device="cpu")
 

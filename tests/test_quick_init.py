@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec, load_source
-from timm_moe.info import weightless_model
 from timm_moe.layers import EwaMlp
+from timm_moe.models.registered import weightless_model
 from timm_moe.quick_init import quick_init
 
 

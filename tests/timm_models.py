@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import timm
 
-from timm_moe.info import is_registered_here
+from timm_moe.models.registered import is_registered_here
 
 CACHE = Path(__file__).parents[1] / ".timm-tests"
 #: Vision transformers whose names lack the prefix vit_, which timm's lists go by.

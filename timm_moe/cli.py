@@ -16,17 +16,18 @@ from timm.data import ImageDataset
 from timm.models import is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
+from .analysis.benefits import benefits_kept
 from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
-from .analysis.images import read_class_map
-from .analysis.mixtures import collect_mixtures, mixing_layers
+from .analysis.info import measure, model_info
 from .analysis.norms import norm_divergence
-from .analysis.routes import FILES as ROUTES_FILES
-from .analysis.routes import class_shares, plot, plot_mixtures, write_routes
-from .analysis.routes import table as routes_table
-from .analysis.routing_statistics import Routes, collect_patch_routes, collect_routes, summarize_all
-from .analysis.segmentation import MaskedImages
+from .analysis.routes.mixtures import collect_mixtures, mixing_layers
+from .analysis.routes.outputs import FILES as ROUTES_FILES
+from .analysis.routes.outputs import class_shares, plot, plot_mixtures, write_routes
+from .analysis.routes.outputs import table as routes_table
+from .analysis.routes.segmentation import MaskedImages, read_names
+from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .checkpoints import swin_moe, vmoe
 from .checkpoints.source import ModelSpec, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
@@ -34,8 +35,8 @@ from .console import PrintableFormatter, describe, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
-from .info import is_named_after_stock, is_registered_here, measure, model_info, registered_models
 from .model_config import get_pretrained_cfg, preprocessing
+from .models.registered import is_named_after_stock, is_registered_here, registered_models
 from .rivals import sampled_members
 
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _demo(args: argparse.Namespace) -> None:
     try:
-        from .demo import run_demo
+        from .analysis.demo import run_demo
     except ModuleNotFoundError as error:
         raise ImportError(f"The demo needs {error.name}: pip install 'timm_moe[demo]'.") from error
     run_demo(args.output, args.epochs)
@@ -158,17 +159,11 @@ def _fewshot(args: argparse.Namespace) -> None:
 
 
 def _benefits(args: argparse.Namespace) -> None:
-    """Print the share of the accuracy gained by experts that a dense student keeps (OneS, arXiv 2201.10890, 4.1)."""
     accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
-    student, teacher, dense = accuracies.values()
-    if not teacher > dense:
-        raise ValueError(
-            f"The teacher's accuracy of {teacher:.2%} is not above the dense model's {dense:.2%}: its experts bring "
-            "nothing that a student could keep."
-        )
+    kept = benefits_kept(**accuracies)
     for role, accuracy in accuracies.items():
         show(f"  {role:<8} top-1 {accuracy:7.2%}")
-    show(f"MoE benefits kept by the student: {(student - dense) / (teacher - dense):.1%}")
+    show(f"MoE benefits kept by the student: {kept:.1%}")
 
 
 def _accuracy(source: str, args: argparse.Namespace) -> float:
@@ -218,7 +213,7 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
             raise ValueError(
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has no place."
             )
-    classes = read_class_map(args.class_map) if args.class_map else None
+    classes = read_names(args.class_map) if args.class_map else None
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
     config, mode = preprocessing(model), image_mode(model)
@@ -228,7 +223,7 @@ def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool,
 
 def _report(args: argparse.Namespace) -> None:
     try:
-        from .report import FILE, write_report
+        from .analysis.report import FILE, write_report
     except ModuleNotFoundError as error:
         raise ImportError(f"The report needs {error.name}: pip install 'timm_moe[report]'.") from error
     check_folder(args.output_dir, (FILE,), args.overwrite)

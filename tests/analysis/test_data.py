@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from common import OPTIONS, ROOT, make_model, save_as_train_py, write_images
-from timm.data import ImageDataset, create_transform
+from timm.data import ImageDataset, create_dataset, create_transform
 from timm.models import save_for_hf
 
 from timm_moe.analysis.data import Inference, class_names, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.analysis.segmentation import MaskedImages
+from timm_moe.analysis.routes.segmentation import MaskedImages
 from timm_moe.model_config import preprocessing
 from timm_moe_cli import main
 
@@ -56,6 +57,25 @@ def taken(images):
 ALL = ({(name, name) for name in CLASSES}, 10)
 
 
+def of_validate_py(folder, split="validation", class_map=""):
+    """The dataset of timm's validate.py, by its own call, with the default of every other option."""
+    defaults = dict(download=False, load_bytes=False, num_samples=None, input_key=None, target_key=None)
+    return create_dataset(
+        root=str(folder),
+        name="",
+        split=split,
+        class_map=class_map,
+        input_img_mode="RGB",
+        trust_remote_code=False,
+        seed=42,
+        **defaults,
+    )
+
+
+def add_nothing(val):
+    pass
+
+
 def add_hidden(val):
     for place in (val / ".ipynb_checkpoints", val / "class1/.ipynb_checkpoints"):
         shutil.copytree(val / "class0", place)
@@ -63,7 +83,7 @@ def add_hidden(val):
 
 
 def add_other_endings(val):
-    for name in ("a.webp", "b.WEBP", "c.tif", "notes"):
+    for name in ("a.webp", "b.WEBP", "c.tif", "notes", ".png", "0.png.txt", "d.PNG", "e.JpEg", "f.jpg"):
         shutil.copy(val / "class0/0.png", val / "class0" / name)
 
 
@@ -71,28 +91,101 @@ def add_loose(val):
     shutil.copy(val / "class0/0.png", val / "overview.png")
 
 
-def add_circles(val):
-    (val / "class0/again").symlink_to(val)
+def add_inner_classes(val):
+    shutil.copytree(val / "class0", val / "group/inner")
+    shutil.copytree(val / "class0", val / "group/class1")
+
+
+def add_empty(val):
+    (val / "class0").rename(val / "extra")
+    (val / "class0").mkdir()
+
+
+def add_links(val):
+    (val / "class5").symlink_to(val / "class0")
     (val / "class1/again").symlink_to(val / "class1")
-    (val / "again").symlink_to(val)
-    (val / "class2/loop").symlink_to("loop")
+
+
+def add_numbers(val):
+    for number in range(5):
+        (val / f"class{number}").rename(val / f"{5 * number}")
+
+
+MESSES = (
+    add_nothing,
+    add_hidden,
+    add_other_endings,
+    add_loose,
+    add_inner_classes,
+    add_empty,
+    add_links,
+    add_numbers,
+)
+
+
+class TestAsValidatePy:
+    """timm decides which files are images, which folders are classes, and how these are numbered."""
+
+    @staticmethod
+    def check(images, expected):
+        assert images.reader.samples == expected.reader.samples
+        names = [*expected.reader.class_to_idx]
+        assert class_names(images) == names
+        for (image, label), (stated, number) in zip(images, expected, strict=True):
+            assert label == number
+            assert image.tobytes() == stated.tobytes()
+
+    @pytest.mark.parametrize("add", MESSES)
+    def test_images_and_numbers(self, folder, add):
+        add(folder / "val")
+        self.check(image_folder(folder), of_validate_py(folder))
+        self.check(image_folder(folder / "val", ""), of_validate_py(folder / "val", ""))
+
+    @pytest.mark.parametrize("add", MESSES)
+    def test_images_and_numbers_by_a_class_map(self, folder, add):
+        add(folder / "val")
+        names = [*of_validate_py(folder).reader.class_to_idx]
+        (folder / "val/all.txt").write_text("".join(f"{name}\n" for name in names[::-1]))
+        (folder / "some.txt").write_text("\n".join(names[3:0:-1]))
+        for class_map in ("all.txt", str(folder / "some.txt")):
+            images = image_folder(folder, class_map=class_map)
+            self.check(images, of_validate_py(folder, class_map=class_map))
+
+    @pytest.mark.parametrize("add", [add_hidden, add_loose])
+    def test_evaluate_measures_them(self, folder, add):
+        add(folder / "val")
+        expected = of_validate_py(folder)
+        classes = len(expected.reader.class_to_idx)
+        assert classes == 6
+        model = make_model("vit_tiny_patch16_224", num_classes=classes)
+        expected.transform = create_transform(**preprocessing(model))
+        images, labels = zip(*expected, strict=True)
+        with torch.no_grad():
+            outputs = model(torch.stack(images))
+        nll = torch.nn.functional.cross_entropy(outputs, torch.tensor(labels)).item()
+        result = evaluate([model], image_folder(folder), inference=HERE)
+        assert result["images"] == len(labels)
+        assert result["nll"] == pytest.approx(nll, rel=1e-5)
+
+    @pytest.mark.parametrize("add", [add_hidden, add_loose])
+    def test_a_folder_that_is_a_class_by_mistake_does_not_fit_the_model(self, folder, model, add):
+        add(folder / "val")
+        with pytest.raises(ValueError, match=r"val has 6 classes, but .* has 5"):
+            evaluate([model], image_folder(folder), inference=HERE)
 
 
 @pytest.mark.parametrize(
     ("add", "words"),
     [
-        (add_hidden, ["hidden folders (2: '.ipynb_checkpoints')", "hidden files (1: '._0.png')"]),
-        (add_other_endings, ["files of other endings (4: '.tif', '.webp', 'notes')"]),
-        (add_loose, ["images in no folder of a class (1: 'overview.png')"]),
-        (add_circles, ["links to folders that are read already (3: 'again')"]),
+        (add_hidden, "6 classes, 15 images; among the classes are '.ipynb_checkpoints'."),
+        (add_loose, "6 classes, 11 images; among the classes are ''."),
+        (add_empty, "5 classes, 10 images; nothing is taken from 'class0'."),
     ],
 )
-def test_what_is_no_image_of_a_class_is_left_out_with_a_word(folder, caplog, add, words):
+def test_what_may_be_a_mistake_is_said(folder, caplog, add, words):
     add(folder / "val")
-    assert taken(image_folder(folder)) == ALL
-    (message,) = caplog.messages
-    assert message.startswith(f"{folder / 'val'}: 5 classes, 10 images; left out are ")
-    assert all(word in message for word in words), message
+    image_folder(folder)
+    assert caplog.messages == [f"{folder / 'val'}: {words}"]
 
 
 def test_one_line_says_what_is_taken(folder, caplog):
@@ -101,37 +194,13 @@ def test_one_line_says_what_is_taken(folder, caplog):
     assert caplog.messages == [f"{folder / 'val'}: 5 classes, 10 images."]
 
 
-def test_links_to_the_same_folder_are_classes_of_their_own(folder):
-    for name in ("val2/a", "val2/b", "val2/c/inner"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(folder / "val/class0")
-    assert taken(image_folder(folder, "val2"))[1] == 6
-    assert class_names(image_folder(folder, "val2")) == ["a", "b", "inner"]
-
-
-def test_links_that_lead_to_each_other_end(folder):
-    for number in range(12):  # as links of links they would be 2^12 folders
-        (folder / f"d{number}").mkdir()
-        for name in ("x", "y"):
-            (folder / f"d{number}" / name).symlink_to(folder / f"d{number + 1}")
-    (folder / "d12").mkdir()
-    shutil.copy(folder / "val/class0/0.png", folder / "d12/0.png")
-    assert len(image_folder(folder, "d0")) == 2  # one of x, one of y
-
-
-@pytest.mark.parametrize("with_map", [False, True])
-def test_an_empty_class_beside_another_does_not_shift_the_labels(folder, tmp_path, with_map):
-    (folder / "val/class0").rename(folder / "val/extra")
-    (folder / "val/class0").mkdir()
-    (folder / "classes.txt").write_text("\n".join(CLASSES))
-    message = "Class class0 has no images in" if not with_map else "lacks 'extra', a folder of .* and names 'class0',"
-    with pytest.raises(ValueError, match=message):
-        image_folder(folder, class_map=str(folder / "classes.txt") if with_map else "")
-
-
-def test_a_folder_of_no_class_may_be_empty(folder):
-    (folder / "val/class0/notes").mkdir()
-    assert taken(image_folder(folder)) == ALL
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_split_that_is_not_there_is_refused(folder, split):
+    """timm takes all that there is, the training images too."""
+    (folder / "val").rename(folder / "train")
+    assert len(of_validate_py(folder, split)) == 10
+    with pytest.raises(FileNotFoundError, match=f"no split '{split}'"):
+        image_folder(folder, split)
 
 
 class TestClassMap:
@@ -139,26 +208,50 @@ class TestClassMap:
         (folder / name).write_bytes(content if isinstance(content, bytes) else "\n".join(content).encode())
         return image_folder(folder, class_map=str(folder / name))
 
-    @pytest.mark.parametrize(
-        "content",
-        [
-            "\n".join(CLASSES[::-1]).encode("utf-8-sig"),
-            "\r\n".join([*CLASSES[::-1], ""]).encode(),
-            "\n".join([*CLASSES[::-1], "", " ", ""]).encode(),
-        ],
-    )
-    def test_as_editors_write_it(self, folder, content):
-        images = self.images(folder, content)
+    @pytest.mark.parametrize("newline", ["\n", "\r\n"])
+    def test_of_text(self, folder, newline):
+        images = self.images(folder, newline.join([*CLASSES[::-1], ""]).encode())
         assert class_names(images) == CLASSES[::-1]
         assert taken(images) == ALL
 
-    def test_a_misspelt_name_is_refused(self, folder):
-        with pytest.raises(ValueError, match=r"classes\.txt lacks 'class3', a folder of .* and names 'clas3', which"):
-            self.images(folder, [*CLASSES[:3], "clas3", "class4"])
+    def test_of_a_pickle(self, folder):
+        """timm's numbers may join classes."""
+        numbers = {"class0": 1, "class1": 0, "class2": 2, "class3": 0, "class4": 2}
+        images = self.images(folder, pickle.dumps(numbers), "classes.pkl")
+        assert class_names(images) == ["class1, class3", "class0", "class2, class4"]
+        samples = [(Path(file).parent.name, label) for file, label in images.reader.samples]
+        assert all(label == numbers[name] for name, label in samples)
+        model = make_model("vit_tiny_patch16_224", num_classes=3)
+        assert evaluate([model], images, inference=HERE)["images"] == 10
+
+    def test_a_pickle_runs_no_code(self, folder):
+        class Code:
+            def __reduce__(self):
+                return os.mkdir, (str(folder / "ran"),)
+
+        with pytest.raises(ValueError, match=r"classes\.pkl"):
+            self.images(folder, pickle.dumps({"class0": Code()}), "classes.pkl")
+        assert not (folder / "ran").exists()
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            [*CLASSES[:3], "clas3", "class4"],
+            "\n".join(CLASSES).encode("utf-8-sig"),  # timm reads the mark as a part of the name
+        ],
+    )
+    def test_a_name_that_is_none_of_a_folder_beside_a_folder_without_one_is_refused(self, folder, content):
+        with pytest.raises(ValueError, match=r"classes\.txt lacks '(class3|class0)', a folder of"):
+            self.images(folder, content)
+
+    def test_an_empty_class_beside_another_does_not_shift_the_labels(self, folder):
+        add_empty(folder / "val")
+        with pytest.raises(ValueError, match=r"lacks 'extra', a folder of .* and names 'class0',"):
+            self.images(folder, CLASSES)
 
     def test_some_folders_may_be_taken(self, folder, caplog):
         assert taken(self.images(folder, CLASSES[:2])) == ({(name, name) for name in CLASSES[:2]}, 4)
-        assert "folders that the class map lacks (3: 'class2', 'class3', 'class4')" in caplog.text
+        assert "nothing is taken from 'class2', 'class3', 'class4'." in caplog.text
 
     def test_it_may_name_more(self, folder):
         images = self.images(folder, ["class9", *CLASSES])
@@ -166,19 +259,31 @@ class TestClassMap:
         assert class_names(images)[0] == "class9"
 
     @pytest.mark.parametrize(
-        ("content", "message"),
+        ("content", "name", "error"),
         [
-            ([*CLASSES[:3], "", *CLASSES[3:]], r"Line 4 of the class map .* is empty"),
-            (b"\n \n", "Line 1 of the class map .* is empty"),
-            ("\n".join(CLASSES).encode("utf-16"), "is no text"),
+            ("\n".join(CLASSES).encode("utf-16"), "classes.txt", ValueError),
+            (b"\n \n", "classes.txt", FileNotFoundError),  # it leaves no image
+            (b"no pickle", "classes.pkl", ValueError),
+            ("\n".join([*CLASSES[:3], "class0", "class4"]).encode(), "classes.txt", ValueError),
+            (pickle.dumps({"class0": 0, "class1": 2}), "classes.pkl", ValueError),
+            (pickle.dumps({"class0": "0", "class1": "1"}), "classes.pkl", ValueError),
+            (pickle.dumps({"class0": -1, "class1": 0}), "classes.pkl", ValueError),
+            (b"class0,0", "classes.csv", ValueError),
         ],
     )
-    def test_a_damaged_one_is_refused(self, folder, content, message):
-        with pytest.raises(ValueError, match=message):
-            self.images(folder, content)
+    def test_a_damaged_one_is_refused(self, folder, content, name, error):
+        with pytest.raises(error):
+            self.images(folder, content, name)
+
+    def test_a_line_without_a_name_is_a_class_too_many(self, folder, model):
+        """As for train.py: the classes behind it keep the numbers that the model was trained with."""
+        images = self.images(folder, [*CLASSES[:3], "", *CLASSES[3:]])
+        assert class_names(images) == [*CLASSES[:3], "", *CLASSES[3:]]
+        with pytest.raises(ValueError, match=r"has 6 classes, but .* has 5"):
+            evaluate([model], images, inference=HERE)
 
     def test_one_that_is_not_there(self, folder):
-        with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
+        with pytest.raises(ValueError, match=r"nowhere\.txt"):
             image_folder(folder, class_map="nowhere.txt")
 
 

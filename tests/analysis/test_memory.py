@@ -15,7 +15,7 @@ pytest.importorskip("torchmetrics")
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.evaluation import Figures, evaluate
 from timm_moe.analysis.fewshot import Folder, fewshot
-from timm_moe.analysis.routing_statistics import collect_routes
+from timm_moe.analysis.routes.statistics import collect_routes
 from timm_moe.analysis.rows import Rows
 
 BY_ONE = Inference(batch_size=1, workers=0, device="cpu")
@@ -55,7 +55,7 @@ def evaluated_on_other_data(model, images):
 
 def observed(model, images):
     pytest.importorskip("altair")
-    observe = importlib.import_module("timm_moe.report.observe")
+    observe = importlib.import_module("timm_moe.analysis.report.observe")
     with pytest.MonkeyPatch.context() as patch:  # what is shown is found early
         patch.setattr(observe, "SHOWN", 1)
         patch.setattr(observe, "SUREST", 1)

@@ -18,8 +18,8 @@ from timm_moe.checkpoints import source as source_module
 from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.checkpoints.stated import architecture_arguments
 from timm_moe.files import write_json
-from timm_moe.info import registered_models
 from timm_moe.model_config import preprocessing
+from timm_moe.models.registered import registered_models
 from timm_moe_cli import main
 
 ARGUMENTS = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]

@@ -21,7 +21,7 @@ import timm_moe
 from timm_moe.checkpoints.sharded import read_arrays, tile
 from timm_moe.checkpoints.source import load_source
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
-from timm_moe.info import weightless
+from timm_moe.models.registered import weightless
 from timm_moe_cli import main
 
 FOLDER = DATA / "vmoe"

@@ -10,8 +10,9 @@ from families import SMALL
 from safetensors.torch import save_file
 
 import timm_moe
-from timm_moe import info
+from timm_moe.analysis.info import model_info
 from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.convert.blocks import parameters
 from timm_moe.convert.gather import METHODS
 from timm_moe.export.export import export_moe
 from timm_moe.layers import MoeMlp, SharedExpertMlp
@@ -87,7 +88,7 @@ def test_an_upcycled_model_exports_the_dense_networks_that_it_was_cut_from(metho
     if method == "average":
         torch.testing.assert_close(joined(images), dense(images))
         export = timm_moe.export_dense(model, tmp_path / "dense")
-        assert export.parameters == info.parameters(dense)
+        assert export.parameters == parameters(dense)
 
 
 def test_an_expert_model_comes_back(tmp_path):
@@ -104,13 +105,13 @@ def test_an_expert_model_comes_back(tmp_path):
 
 def test_parameters_and_operations_are_those_of_whole_experts():
     options = dict(gate_mode="prob", capacity_factor="none")
-    whole = info.model_info("vit_tiny_moe", num_experts=4, top_k=1, **options)
-    parts = info.model_info("vit_tiny_moe", num_experts=16, top_k=4, expert_width=0.25, **options)
+    whole = model_info("vit_tiny_moe", num_experts=4, top_k=1, **options)
+    parts = model_info("vit_tiny_moe", num_experts=16, top_k=4, expert_width=0.25, **options)
     more_routers, more_biases = 6 * 12 * 192, 6 * 12 * 192  # in six layers
     assert parts.total - whole.total == more_routers + more_biases
     assert parts.activated - whole.activated == more_routers + 6 * 3 * 192
     assert parts.gflops - whole.gflops == pytest.approx(2 * 197 * more_routers / 1e9)
-    shared = info.model_info("vit_tiny_moe", num_experts=16, top_k=4, expert_width=0.25, shared_expert=True, **options)
+    shared = model_info("vit_tiny_moe", num_experts=16, top_k=4, expert_width=0.25, shared_expert=True, **options)
     assert shared.activated - parts.activated == 6 * (2 * 192 * 192 + 2 * 192)
 
 

@@ -15,7 +15,7 @@ from processes import run_code
 from torch import nn
 
 import timm_moe
-from timm_moe import info
+from timm_moe.analysis.info import model_info
 from timm_moe.convert import registry
 from timm_moe.convert.find import find_networks
 from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
@@ -69,15 +69,15 @@ def test_a_registered_router_is_an_option_of_every_model(registered, images):
     assert layer.share_rate == 0
     model(images).sum().backward()
     assert (layer.router.scale.grad != 0).all()
-    measured = info.model_info("vit_tiny_ewa_moe", router="modulo", choices=2, num_experts=4)
-    once = info.model_info("vit_tiny_ewa_moe", router="modulo", choices=1, num_experts=4)
+    measured = model_info("vit_tiny_ewa_moe", router="modulo", choices=2, num_experts=4)
+    once = model_info("vit_tiny_ewa_moe", router="modulo", choices=1, num_experts=4)
     assert (measured.top_k, once.top_k, measured.routing_unit, measured.exported) == (2, 1, "token", None)
     assert measured.gflops > 1.2 * once.gflops  # half of the networks are computed twice
     assert measured.activated > once.activated
 
 
 def test_operations_are_those_of_an_even_spread():
-    few, many = (info.model_info("vit_tiny_moe", num_experts=number).gflops for number in (3, 5))
+    few, many = (model_info("vit_tiny_moe", num_experts=number).gflops for number in (3, 5))
     assert many - few == pytest.approx(2 * 192 * 2 * 197 * 6 / 1e9)  # of the routers alone, in six layers
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import timm_moe
+from timm_moe.analysis.demo import load_images
 from timm_moe.callbacks import add_router_losses, start_averaging
-from timm_moe.demo import load_images
 
 transformers = pytest.importorskip("transformers")
 lightning = pytest.importorskip("lightning")

@@ -12,9 +12,9 @@ from timm.models import model_entrypoint
 
 from timm_moe.export import export
 from timm_moe.export.export import export_moe
-from timm_moe.info import registered_models
 from timm_moe.integrations import timm as hooks
 from timm_moe.model_config import records_arguments, untold_args
+from timm_moe.models.registered import registered_models
 
 #: Takes modules and classes from timm before the package is imported, then lists what is registered and trains.
 WITHOUT = """
@@ -29,7 +29,7 @@ for gone in sys.argv[1:]:
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import timm_moe, timm_moe.cli
-from timm_moe.info import registered_models
+from timm_moe.models.registered import registered_models
 model = timm.create_model("vit_tiny_moe", img_size=32, embed_dim=32, num_heads=2, depth=2, routing_unit="image")
 (model(torch.randn(2, 3, 32, 32)).sum() + timm_moe.auxiliary_loss(model)).backward()
 told = [str(warning.message) for warning in caught if "timm_moe.models" in str(warning.message)]

@@ -17,10 +17,10 @@ from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
 
 import timm_moe
-from timm_moe import info
+from timm_moe.analysis.demo import load_images
 from timm_moe.analysis.metrics import PairwiseKL
 from timm_moe.checkpoints.vmoe import import_checkpoint, state_dict_from_flax
-from timm_moe.demo import load_images
+from timm_moe.convert.blocks import activated_parameters, parameters_of_an_expert
 from timm_moe.layers import EnsembleRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter, tile
 from timm_moe.layers.dispatch import queue
 
@@ -386,8 +386,8 @@ def test_checkpointing_and_compilation(images):
 
 
 def test_what_a_row_passes_through():
-    sizes = {kind: info.activated_parameters(ensemble(ensemble=kind)) for kind in ("pbe", "partitioning")}
-    expert = info.parameters_of_an_expert(next(iter(timm_moe.moe_layers(ensemble()).values())))
+    sizes = {kind: activated_parameters(ensemble(ensemble=kind)) for kind in ("pbe", "partitioning")}
+    expert = parameters_of_an_expert(next(iter(timm_moe.moe_layers(ensemble()).values())))
     assert sizes["partitioning"] == sizes["pbe"] + 2 * expert  # in two layers, an expert of the other member too
     degrees = {
         kind: timm_moe.moe_layers(ensemble(ensemble=kind))["blocks.3.mlp"].router.routing_degree()

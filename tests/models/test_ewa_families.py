@@ -16,8 +16,8 @@ from timm.models import get_arch_pretrained_cfgs, list_models, model_entrypoint
 
 import timm_moe
 from timm_moe.export.export import export_moe
-from timm_moe.info import registered_models, weightless
 from timm_moe.models import ewa
+from timm_moe.models.registered import registered_models, weightless
 
 sys.path.insert(0, str(ROOT / "docs"))
 row = import_module("model_tables").row

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torchvision.models import feature_extraction
 
 import timm_moe
-from timm_moe.info import weightless
+from timm_moe.models.registered import weightless
 
 SIZES = ("tiny", "small", "base", "large")
 

@@ -10,8 +10,8 @@ import torch
 from timm.optim import create_optimizer_v2
 
 import timm_moe
+from timm_moe.convert.blocks import parameters
 from timm_moe.export.export import export_moe
-from timm_moe.info import parameters, weightless_model
 from timm_moe.models.locality import (
     LocalityAttention,
     LocalityWindowAttention,
@@ -20,6 +20,7 @@ from timm_moe.models.locality import (
     ShiftedPatchMerging,
     ShiftedPooling,
 )
+from timm_moe.models.registered import weightless_model
 from timm_moe.models.tokens_to_token import TokenAttention, TokensToTokenEmbed
 
 SL = dict(shifted_patches=True, locality_attention=True)

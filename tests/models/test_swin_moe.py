@@ -6,8 +6,8 @@ import torch
 
 import timm_moe
 from timm_moe.export.export import export_moe
-from timm_moe.info import weightless_model
 from timm_moe.layers import CosineRouter, TopKRouter
+from timm_moe.models.registered import weightless_model
 from timm_moe.models.swin_moe import VARIANTS
 
 SMALL = dict(img_size=64, window_size=4, embed_dim=16, depths=(1, 1, 2, 2), num_heads=(1, 2, 2, 4))

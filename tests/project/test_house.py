@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 import pytest
-from common import ROOT
+from common import ROOT, SMALL_VIT
 from processes import run_code
 
 import timm_moe_cli
@@ -14,15 +14,14 @@ from timm_moe.convert.gather import METHODS
 PACKAGE = ROOT / "timm_moe"
 #: The map, from the ground to the roof. A room is a folder or a single module; it imports from floors below its own.
 FLOORS = (
-    ("layers", "files", "console", "model_config", "schedules", "colours", "quick_init", "timm_classes"),
+    ("layers", "files", "console", "model_config", "schedules", "quick_init", "timm_classes"),
     ("convert",),
-    ("training", "info"),
+    ("training",),
     ("integrations",),
     ("models",),
     ("checkpoints",),
-    ("analysis", "export", "rivals"),
-    ("report",),
-    ("callbacks", "demo"),
+    ("export", "rivals"),
+    ("callbacks", "analysis"),
     ("cli",),
     ("registration",),
     ("__init__",),
@@ -30,6 +29,8 @@ FLOORS = (
 #: What the papers only compare with: only the front door and the commands know it.
 BESIDE = {"rivals"}
 FRONT = {"__init__", "registration", "cli"}
+#: What is done with a trained model: behind the library, which does not know it. Only the commands do.
+WORKBENCH = "analysis"
 #: Imported by every room, so that it belongs to none.
 VERSION = "version"
 #: Libraries whose objects only integrations may change.
@@ -103,6 +104,29 @@ def test_only_the_front_door_and_the_commands_know_rivals():
         if room_of(imported) in BESIDE and room_of(module_of(file)) not in {room_of(imported), *FRONT}
     ]
     assert not known, known
+
+
+def test_only_the_commands_know_the_workbench():
+    known = [
+        f"{module_of(file)} imports {imported}"
+        for file in FILES
+        for imported in imports_of(file)
+        if room_of(imported) == WORKBENCH and room_of(module_of(file)) not in {WORKBENCH, "cli"}
+    ]
+    assert not known, known
+
+
+def test_an_export_imports_nothing_of_the_workbench(tmp_path):
+    code = f"""
+import sys
+import timm, timm_moe
+model = timm.create_model("vit_tiny_ewa_moe", **{SMALL_VIT!r})
+timm_moe.export_dense(model, {str(tmp_path / "dense")!r})
+timm_moe.push_dense
+assert not [name for name in sys.modules if name.startswith("timm_moe.{WORKBENCH}")]
+"""
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_layers_are_plain_pytorch():

@@ -16,14 +16,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import convert_to_moe
-from timm_moe.info import (
-    activated_parameters,
-    is_named_after_stock,
-    parameters,
-    registered_models,
-    weightless,
-    weightless_model,
-)
+from timm_moe.convert.blocks import activated_parameters, parameters
+from timm_moe.models.registered import is_named_after_stock, registered_models, weightless, weightless_model
 
 sys.path.insert(0, str(ROOT / "docs"))
 model_tables, paper_figures = import_module("model_tables"), import_module("paper_figures")

@@ -109,6 +109,7 @@ def test_every_package_and_command_is_in_the_reference(pages):
     documented = set().union(*(page.ids for page in pages.values()))
     packages = [file.parent for file in (ROOT / "timm_moe").glob("*/__init__.py")]
     assert {f"timm_moe.{package.name}" for package in packages} <= documented
+    assert {"timm_moe.analysis.report.write_report", "timm_moe.analysis.routes.statistics"} <= documented
     modules = ("__version__", "checkpoints", "models")
     assert {f"timm_moe.{name}" for name in timm_moe.__all__ if name not in modules} <= documented
 

@@ -24,7 +24,9 @@ from studies.study import Arm
 from studies.weight_average import main as write_average
 from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.analysis.data import image_folder
-from timm_moe.info import evaluation_cost, parameters, weightless_model
+from timm_moe.analysis.info import evaluation_cost
+from timm_moe.convert.blocks import parameters
+from timm_moe.models.registered import weightless_model
 
 
 def test_corruptions_are_the_same_for_every_model_and_of_the_stated_strength(folder):

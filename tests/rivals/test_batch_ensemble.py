@@ -12,8 +12,9 @@ from timm.task import ClassificationTask
 from torch import nn
 
 from timm_moe.analysis.evaluation import own_members
-from timm_moe.info import model_info, weightless_model
+from timm_moe.analysis.info import model_info
 from timm_moe.layers.ensemble import ensemble_log_probabilities
+from timm_moe.models.registered import weightless_model
 from timm_moe.rivals import BatchEnsembleLinear
 
 

@@ -10,8 +10,8 @@ from timm.layers import Mlp
 
 import timm_moe
 from timm_moe import convert_to_moe, moe_layers, to_dense
-from timm_moe.analysis.routing_statistics import routed_layers
-from timm_moe.info import model_info
+from timm_moe.analysis.info import model_info
+from timm_moe.analysis.routes.statistics import routed_layers
 from timm_moe.rivals import FusedMlp, Fusion
 
 

@@ -11,7 +11,7 @@ from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
 
 import timm_moe
-from timm_moe.info import model_info
+from timm_moe.analysis.info import model_info
 from timm_moe.layers.ensemble import MemberLoss
 from timm_moe.rivals.mimo import draw_mixture, mix, unmix
 

@@ -6,6 +6,7 @@ would import instead of the installed one.
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -335,6 +336,29 @@ def test_evaluate_measures_what_validate_does(run, images, tmp_path):
     inference = data.Inference(batch_size=8, workers=1, device="cpu")
     result = evaluate([checkpoint], data.image_folder(images, "test"), inference=inference)
     assert round(100 - 100 * result["error"], 3) == float(validated)
+
+
+@pytest.mark.parametrize("class_map", ["classes.txt", ""])
+def test_evaluate_sees_the_images_and_classes_that_validate_does(images, tmp_path, class_map):
+    """A hidden folder is a class for timm, other endings are no images, and a class map renumbers."""
+    shutil.copytree(images / "test", tmp_path / "data/test")
+    shutil.copytree(images / "test/class0", tmp_path / "data/test/.ipynb_checkpoints")
+    shutil.copy(images / "test/class0/0.png", tmp_path / "data/test/class1/0.webp")
+    shutil.copy(images / "test/class0/0.png", tmp_path / "data/test/class1/1.PNG")
+    names = ["class2", ".ipynb_checkpoints", "class0", "class1"]
+    (tmp_path / "data/test/classes.txt").write_text("\n".join(names))
+    model = timm.create_model("vit_xtiny", num_classes=4, **SMALL)
+    torch.nn.init.normal_(model.head.weight)
+    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    options = ["--model", "vit_xtiny", "--num-classes", 4, "--checkpoint", tmp_path / "vit.pth"]
+    kwargs = [f"{option}={value}" for option, value in SMALL.items()]
+    mapped = ["--class-map", class_map] if class_map else []
+    validated = validate(tmp_path, tmp_path / "data", *options, "--model-kwargs", *kwargs, *mapped)
+    inference = data.Inference(batch_size=8, workers=0, device="cpu")
+    found = data.image_folder(tmp_path / "data", "test", class_map)
+    result = evaluate([tmp_path / "vit.pth"], found, spec=ModelSpec("vit_xtiny", 4, SMALL), inference=inference)
+    assert result["images"] == 4 * 13 + 1
+    assert round(100 * result["accuracy"], 3) == float(validated)
 
 
 @pytest.mark.ci

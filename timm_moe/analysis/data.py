@@ -1,6 +1,5 @@
 """Opens classifiers, checks them against a folder of images before the first forward, and loads the images."""
 
-import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
 from ..model_config import get_pretrained_cfg, preprocessing
-from .images import FolderImages, FolderReader, UnreadableImage, image_folder
+from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
 __all__ = ["Inference", "batches", "class_names", "describe_source", "image_folder", "image_mode", "load_classifiers"]
 
@@ -43,11 +42,6 @@ class Inference:
         return torch.autocast(self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
 
 
-def class_names(images: ImageDataset) -> list[str]:
-    """List the classes in the order of their numbers."""
-    return list(images.reader.class_to_idx)
-
-
 def load_classifiers(
     sources: Sequence[Source],
     images: ImageDataset,
@@ -68,7 +62,7 @@ def load_classifiers(
     """
     models: list[nn.Module] = []
     by_folder = class_names(images)
-    is_stated = getattr(images.reader, "numbers_stated", True)
+    is_stated = getattr(images, "numbers_stated", True)
     order = "its class map" if is_stated else "the order of its folders"
     for source in sources:
         if not isinstance(source, nn.Module):
@@ -79,8 +73,7 @@ def load_classifiers(
         known = _classes_of(model, name, images.reader.root, by_folder)
         if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
             _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
-            images, order = copy.copy(images), name
-            images.reader = images.reader.renumbered(known)
+            images, order = renumbered(images, known), name
         if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not is_stated:
             _logger.warning(
                 f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not "
@@ -150,9 +143,7 @@ def batches(
     """
     configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
-    reader = images.reader
-    if indices is not None:
-        reader = FolderReader(reader.root, [reader.samples[index] for index in indices], class_names(images), True)
+    reader = images.reader if indices is None else chosen(images, indices).reader
     loaders: list[Any] = [
         create_loader(
             FolderImages(reader.root, reader=reader, input_img_mode=mode),

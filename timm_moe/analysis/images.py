@@ -1,206 +1,35 @@
-"""Finds the images of a folder, numbers their classes as timm does, and opens them."""
+"""Folders of images as timm's scripts read them, and the reading of an image."""
 
+import copy
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from timm.data import ImageDataset, get_img_extensions
+from timm.data import ImageDataset, create_dataset
 from timm.utils import natural_key
 
 from ..console import describe
 
 _logger = logging.getLogger(__name__)
 
-#: Formats of Pillow that are opened, whatever a file's name says: another one, PostScript, would start a program.
+#: Formats of Pillow that are opened, whatever a file's name says.
+#: Another one, PostScript, would start a program.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-#: Other names of a split, as in timm's scripts.
-_SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"))
 
 
 class UnreadableImage(ValueError):
     """Error that names the file."""
 
 
-def image_folder(data_dir: str | Path, split: str = "validation", class_map: str = "") -> ImageDataset:
-    """Open the images of a split, a folder for each class, as timm's validate.py does, and log what is taken.
-
-    The name of the folder that holds an image is its class. Hidden files and folders, and images beside the folders of
-    the classes, are left out, which timm's scripts take for a class. A link to a folder is followed once in a class.
-
-    Args:
-        data_dir: folder that holds the split's folder.
-        split: ``validation`` may also be called ``val``, ``eval`` and the like; ``""`` is ``data_dir`` itself.
-        class_map: text file with the name of a class in each line, in the order of their numbers; by default they are
-            sorted as in timm, 2 before 10.
-
-    Raises:
-        FileNotFoundError: if there is no such folder, split or class map, or no image of a class.
-        ValueError: if the class map is damaged; if it and the folders name different classes; or if without it a class
-            has no images or two classes have no order.
-    """
-    root = str(_split_folder(Path(data_dir), split))
-    found, left_out = find_images(root, get_img_extensions())
-    of_class: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(found, key=lambda path: natural_key(os.path.basename(path))):  # as timm numbers the classes
-        of_class["" if path == root else _text(os.path.basename(path))] += found[path]
-    if len(of_class) > 1 and "" in of_class:
-        left_out["images in no folder of a class"] = of_class.pop("")
-    order = ""
-    if class_map:
-        names = read_class_map(class_map if os.path.exists(class_map) else Path(root, class_map))
-        others = [name for name in of_class if name not in names]
-        missing = [name for name in names if not of_class.get(name)]
-        if others and missing:
-            raise ValueError(
-                f"The class map {class_map} lacks {others[0]!r}, a folder of {root}, and names {missing[0]!r}, which "
-                "has no images there: correct the name, or remove one of them."
-            )
-        if others:
-            left_out["folders that the class map lacks"] = others
-    else:
-        names = [*of_class]
-        _check_classes(of_class, root)
-        moved = [pair for pair in zip(names, sorted(names), strict=True) if pair[0] != pair[1]]
-        if moved:  # torchvision has another order
-            order = " in timm's order ({!r} before {!r})".format(*moved[0])
-    samples = [(file, number) for number, name in enumerate(names) for file in of_class.get(name, [])]
-    samples.sort(key=lambda sample: natural_key(sample[0]))
-    if not samples:
-        raise FileNotFoundError(f"{data_dir} has no image of a class in its split {split!r}.")
-    log_taken(root, f"{len(names):,} classes{order}, {len(samples):,} images", left_out)
-    return FolderImages(root, reader=FolderReader(root, samples, names, numbers_stated=bool(class_map)))
-
-
-def _split_folder(folder: Path, split: str) -> Path:
-    others = next((names for names in _SYNONYMS if split in names), ())
-    for name in (split, *others):
-        if (folder / name).is_dir():
-            return folder / name
-    found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())[:5])
-    raise FileNotFoundError(
-        f"{folder} has no split {split!r}; its folders begin with {found}: name one with --split, or --split '' if "
-        "they are the classes."
-    )
-
-
-def _check_classes(of_class: dict[str, list[str]], root: str) -> None:
-    """Raise ValueError if a class has no images, or if two in a row have the same place in timm's order."""
-    for name, files in of_class.items():
-        if not files:
-            raise ValueError(f"Class {name} has no images in {root}.")
-    for first, second in pairwise(of_class):
-        if natural_key(first) == natural_key(second):
-            raise ValueError(
-                f"{root} has the classes {first!r} and {second!r}, which timm numbers by chance: state the order of "
-                "all classes with --class-map (class_map=)."
-            )
-
-
-def read_class_map(file: str | Path) -> list[str]:
-    """Read the names of classes from a text file, a line for each, in the order of their numbers.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no text, has an empty line before a name, or a name twice.
-    """
-    try:  # some editors begin a file with a byte-order mark
-        names = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").rstrip().split("\n")]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The class map {file} is no text: {describe(error)}") from error
-    if "" in names:
-        raise ValueError(f"Line {names.index('') + 1} of the class map {file} is empty: a line is the name of a class.")
-    if len(set(names)) < len(names):
-        raise ValueError(f"The class map {file} names a class twice.")
-    return names
-
-
-def find_images(root: str | Path, endings: Collection[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Find the files of a folder, and of the folders in it, whose names have one of these endings.
-
-    A link to a folder is left out if the same folder of ``root`` has led there already, so no circle of links is walked
-    twice.
-
-    Returns:
-        Images by their folder, an empty list for a folder that holds nothing where others hold images; what is left
-        out, by the reason.
-    """
-    root = os.fspath(root)
-    images: dict[str, list[str]] = {}
-    left_out: dict[str, list[str]] = defaultdict(list)
-    seen: set[tuple[str, str]] = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        files: list[str] = []
-        for name in sorted(names):
-            ending, path = os.path.splitext(name)[1].lower(), os.path.join(folder, name)
-            if ending in endings:
-                (left_out["hidden files"] if name.startswith(".") else files).append(path)
-            elif not name.startswith("."):
-                left_out["files of other endings"].append(ending or name)
-        left_out["hidden folders"] += [os.path.join(folder, name) for name in folders if name.startswith(".")]
-        inner = [os.path.join(folder, name) for name in sorted(folders) if not name.startswith(".")]
-        parent = os.path.dirname(folder)
-        if files or (not inner and folder != root and (parent == root or parent not in images)):
-            images[folder] = files
-        folders.clear()  # os.walk goes on to the ones that are put back
-        for path in sorted(inner, key=os.path.islink):  # real folders first
-            place = os.path.relpath(path, root).split(os.sep)[0], os.path.realpath(path)
-            if place in seen or place[1] == os.path.realpath(root):
-                left_out["links to folders that are read already"].append(path)
-            else:
-                seen.add(place)
-                folders.append(os.path.basename(path))
-    return images, left_out
-
-
-def _text(name: str) -> str:
-    r"""Write the name of a file as text, in any locale: bytes that are no UTF-8 become ``\xff``."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def log_taken(root: Any, taken: str, left_out: dict[str, list[str]]) -> None:
-    """Log what is taken, and each reason for leaving something out with the number of paths and some names."""
-    parts = []
-    for reason, paths in left_out.items():
-        names = sorted({repr(_text(os.path.basename(path))) for path in paths})
-        if names:
-            parts.append(f"{reason} ({len(paths):,}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
-    message = f"{root}: {taken}{'; left out are ' if parts else ''}{', '.join(parts)}."
-    _logger.log(logging.WARNING if parts else logging.INFO, message)
-
-
-@dataclass
-class FolderReader:
-    """Files of images with the numbers of their classes, for timm's ``ImageDataset``."""
-
-    root: str
-    samples: Sequence[tuple[Any, int]]
-    names: Sequence[str]  #: of the classes, in the order of their numbers
-    numbers_stated: bool  #: by the user
-
-    @property
-    def class_to_idx(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
-
-    def renumbered(self, names: Sequence[str]) -> "FolderReader":
-        """Return the same files with the classes in another order."""
-        samples = [(file, names.index(self.names[number])) for file, number in self.samples]
-        return FolderReader(self.root, samples, names, self.numbers_stated)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.samples[index]
-
-
 class FolderImages(ImageDataset):
-    """Images of a reader of files, where one that cannot be read is an error, and not another image as in timm."""
+    """Images of a reader of folders; one that cannot be read is an error, where timm takes another."""
+
+    numbers_stated = True  #: by a class map or a caller; otherwise they follow from the folders
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         file, label = self.reader.samples[index]
@@ -208,8 +37,159 @@ class FolderImages(ImageDataset):
         return image if self.transform is None else self.transform(image), label
 
 
+def image_folder(
+    data_dir: str | Path,
+    split: str = "validation",
+    class_map: str = "",
+) -> ImageDataset:
+    """Open the images of a split, a folder for each class, as timm's train.py and validate.py do.
+
+    :func:`timm.data.create_dataset` finds them: it decides which files are images, which folders
+    are classes, and which numbers these have. The log says what it takes.
+
+    Args:
+        data_dir: folder that holds the split's folder.
+        split: ``validation`` may also be called ``val``, ``eval`` and the like; ``""`` is
+            ``data_dir`` itself.
+        class_map: file that numbers the classes, as for timm's ``--class-map``; by default they are
+            sorted by the names of the folders, 2 before 10.
+
+    Raises:
+        FileNotFoundError: if there is no such folder or split, or no image of a class.
+        ValueError: if the class map cannot be read, or it and the folders name different classes;
+            or if without one timm numbers two classes by chance.
+    """
+    dataset = _dataset(str(data_dir), split, class_map)
+    images = FolderImages(dataset.reader.root, reader=dataset.reader)
+    images.numbers_stated = bool(class_map)
+    if class_map:
+        _check_class_map(images, class_map)
+    else:
+        _check_order(images)
+    _log_taken(images)
+    return images
+
+
+def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
+    if not os.path.isdir(data_dir):
+        raise FileNotFoundError(f"No such folder of images: {data_dir!r}.")
+    options: Any = {"class_map": class_map}  # a file's name too, though timm annotates a dict
+    try:
+        dataset = create_dataset("", root=data_dir, split=split, **options)
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            f"{data_dir} has no image of a class in its split {split!r}: {describe(error)}"
+        ) from error
+    except Exception as error:  # timm asserts, and a damaged pickle may end in anything
+        if not class_map:
+            raise
+        raise ValueError(f"The class map {class_map} cannot be read: {describe(error)}") from error
+    if split and dataset.reader.root == data_dir:  # without the split timm takes all that there is
+        folders = sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir())
+        raise FileNotFoundError(
+            f"{data_dir} has no split {split!r}; its folders begin with {', '.join(folders[:5])}: "
+            "name one with --split, or --split '' if they are the classes."
+        )
+    return dataset
+
+
+def _check_class_map(images: FolderImages, class_map: str) -> None:
+    """Raise ValueError if names of a class map are misspelt, or its numbers leave one out."""
+    numbers = images.reader.class_to_idx
+    used = set(numbers.values())
+    if used != set(range(len(used))):
+        raise ValueError(
+            f"The class map {class_map} must number the classes from 0 on and leave no number out. "
+            "(Of a name that is there twice timm takes the last number.)"
+        )
+    folders = ImageDataset(images.reader.root).reader.class_to_idx
+    lacking = [name for name in folders if name not in numbers]
+    unused = [name for name in numbers if name not in folders]
+    if lacking and unused:  # timm would leave the folder out
+        raise ValueError(
+            f"The class map {class_map} lacks {lacking[0]!r}, a folder of {images.reader.root}, and "
+            f"names {unused[0]!r}, which has no images there: correct the name, or remove one."
+        )
+
+
+def _check_order(images: FolderImages) -> None:
+    """Raise ValueError if two classes have the same place in timm's order, which sorts a set."""
+    for first, second in pairwise(images.reader.class_to_idx):
+        if natural_key(first) == natural_key(second):
+            raise ValueError(
+                f"{images.reader.root} has the classes {first!r} and {second!r}, which timm numbers "
+                "by chance: state the order of all classes with --class-map (class_map=)."
+            )
+
+
+def _log_taken(images: FolderImages) -> None:
+    """Log the numbers of classes and images, odd classes, and what in the folder gave no image."""
+    root, names = images.reader.root, class_names(images)
+    moved = [pair for pair in zip(names, sorted(names), strict=True) if pair[0] != pair[1]]
+    order = ""
+    if moved and not images.numbers_stated:  # torchvision has another order
+        order = " in timm's order ({!r} before {!r})".format(*moved[0])
+    parts = [f"{len(names):,} classes{order}, {len(images):,} images"]
+    odd = [name for name in names if not name or name.startswith(".")]
+    if odd:
+        parts.append(f"among the classes are {_listed(odd)}")
+    inside = (file[len(root) :].lstrip(os.sep) for file, _ in images.reader.samples)
+    taken = {path.partition(os.sep)[0] for path in inside}
+    others = [_text(name) for name in sorted(os.listdir(root)) if name not in taken]
+    if others:
+        parts.append(f"nothing is taken from {_listed(others)}")
+    level = logging.WARNING if odd or others else logging.INFO
+    _logger.log(level, f"{root}: {'; '.join(parts)}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def class_names(images: ImageDataset) -> list[str]:
+    """List the classes in the order of their numbers; a class map may give several one number."""
+    of_number: dict[int, list[str]] = defaultdict(list)
+    for name, number in images.reader.class_to_idx.items():
+        of_number[number].append(_text(name))
+    return [", ".join(of_number[number]) for number in range(max(of_number) + 1)]
+
+
+def _text(name: str) -> str:
+    r"""Write the name of a file as text, in any locale: bytes that are no UTF-8 become ``\xff``."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def renumbered(images: ImageDataset, names: Sequence[str]) -> ImageDataset:
+    """Return the same images with the classes in another order."""
+    number_of = [names.index(name) for name in class_names(images)]
+    samples = [(file, number_of[number]) for file, number in images.reader.samples]
+    return _with_reader(images, samples, {name: number for number, name in enumerate(names)})
+
+
+def chosen(images: ImageDataset, indices: Sequence[int]) -> ImageDataset:
+    """Return the images with these indices."""
+    samples = [images.reader.samples[index] for index in indices]
+    return _with_reader(images, samples, images.reader.class_to_idx)
+
+
+def _with_reader(
+    images: ImageDataset,
+    samples: list[tuple[str, int]],
+    class_to_idx: dict[str, int],
+) -> ImageDataset:
+    images, reader = copy.copy(images), copy.copy(images.reader)
+    reader.samples, reader.class_to_idx = samples, class_to_idx
+    images.reader = reader
+    return images
+
+
 def read_image(file: Any, mode: str | None = None) -> Image.Image:
-    """Open and decode an image, and convert it to a mode of Pillow if one is given; or raise UnreadableImage."""
+    """Open and decode an image, and convert it to a mode of Pillow if one is given.
+
+    Raises:
+        UnreadableImage: if it is damaged or of another format than :data:`FORMATS`.
+    """
     try:
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ..console import describe
 from ..convert.blocks import moe_layers, unwrapped
 from ..files import require_file
-from ..info import check_registered, weightless
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
@@ -31,6 +30,7 @@ from ..model_config import (
     shown,
     state_preprocessing,
 )
+from ..models.registered import check_registered, weightless
 from ..quick_init import bounded_work, quick_init
 from .harmless import HARMLESS
 from .stated import (

@@ -22,9 +22,9 @@ from torch import nn
 
 from ..convert.registry import moe_options
 from ..files import read_text
-from ..info import check_registered
 from ..model_config import check_preprocessing, is_single, shown
 from ..models.mixin import constructor_arguments
+from ..models.registered import check_registered
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")

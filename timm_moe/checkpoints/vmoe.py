@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
-from ..info import weightless_model
+from ..models.registered import weightless_model
 from ..models.registration import vmoe_variants
 from .sharded import read_arrays
 

@@ -84,6 +84,22 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
+def parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
+    """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
+    return parameters(model) - sum(
+        (layer.num_experts - (experts or layer.router.experts_of_row())) * parameters_of_an_expert(layer)
+        for layer in moe_layers(model).values()
+    )
+
+
+def parameters_of_an_expert(layer: MoeMlp) -> int:
+    return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
+
+
 def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     """Return the stacked tensors of a layer, (E, ...), by their dense names.
 

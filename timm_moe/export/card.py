@@ -8,10 +8,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
-from ..convert.blocks import moe_layers
-from ..info import activated_parameters, is_registered_here, parameters
+from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
+from ..models.registered import is_registered_here
 from .export import Export
 from .history import HUB_NAME, METRICS, Experts, History, public
 from .options import PushOptions, is_abbreviation

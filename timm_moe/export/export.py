@@ -9,11 +9,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
-from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
+from ..convert.blocks import copy_sharing_tensors, moe_layers, parameters, unwrapped
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
-from ..info import is_registered_here, parameters
 from ..model_config import get_pretrained_cfg, model_input_size, records_arguments, set_pretrained_cfg
+from ..models.registered import is_registered_here
 from .formats import (
     FILES,
     Format,

@@ -14,9 +14,8 @@ from torch import nn
 from ..checkpoints.source import folder_of, read_checkpoint
 from ..checkpoints.stated import SOURCE_PREFIXES, args_of_train_py
 from ..console import describe
-from ..convert.blocks import moe_layers
+from ..convert.blocks import moe_layers, parameters
 from ..files import read_text, require_file
-from ..info import parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
 

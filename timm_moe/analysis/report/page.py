@@ -8,7 +8,7 @@ from typing import Any
 import vl_convert
 from jinja2 import Environment
 
-from ..version import __version__
+from ...version import __version__
 
 #: Black or white lines and text of a chart take the colour of the page's text.
 _TEXT = {"labelColor": "currentColor", "titleColor": "currentColor"}

@@ -6,12 +6,13 @@ import pytest
 import torch
 from observations import layer_of, seen_as, with_two_members
 
+from timm_moe.analysis.info import measure
+from timm_moe.analysis.report.sections.classifier import classifier_section
+from timm_moe.analysis.report.sections.model import model_section
+from timm_moe.analysis.report.sections.patches import _shaded
+from timm_moe.analysis.report.sections.routing import routing_section
 from timm_moe.export.history import History
-from timm_moe.info import measure, weightless_model
-from timm_moe.report.sections.classifier import classifier_section
-from timm_moe.report.sections.model import model_section
-from timm_moe.report.sections.patches import _shaded
-from timm_moe.report.sections.routing import routing_section
+from timm_moe.models.registered import weightless_model
 
 
 def test_dead_experts_are_named():

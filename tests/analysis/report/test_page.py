@@ -11,11 +11,11 @@ from observations import HERE, layer_of, seen_as
 from safetensors.torch import save_file
 
 from timm_moe.analysis.data import image_folder
-from timm_moe.report import write_report
-from timm_moe.report.observe import SHOWN, SUREST, Observation, Patch
-from timm_moe.report.page import page
-from timm_moe.report.sections.classifier import classifier_section
-from timm_moe.report.sections.routing import routing_section
+from timm_moe.analysis.report import write_report
+from timm_moe.analysis.report.observe import SHOWN, SUREST, Observation, Patch
+from timm_moe.analysis.report.page import page
+from timm_moe.analysis.report.sections.classifier import classifier_section
+from timm_moe.analysis.report.sections.routing import routing_section
 from timm_moe_cli import main
 
 
@@ -81,7 +81,7 @@ def test_the_command(splits, tmp_path, capsys, monkeypatch):
         main(["report", sources[0], *options, str(tmp_path / "out"), "--overwritten"])
     assert "unrecognized arguments" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "altair", None)
-    for name in [name for name in sys.modules if name.startswith("timm_moe.report")]:
+    for name in [name for name in sys.modules if name.startswith("timm_moe.analysis.report")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["report", sources[0], *options, "--overwrite", str(tmp_path / "other")]) == 1
     assert "The report needs altair: pip install 'timm_moe[report]'" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_files_are_read_before_the_images_are_run_on(splits, tmp_path, monkeypat
     def damaged(*_):
         raise ValueError("damaged")
 
-    monkeypatch.setattr("timm_moe.report.find_history", damaged)
-    monkeypatch.setattr("timm_moe.report.observe", lambda *_: pytest.fail("The images were run on."))
+    monkeypatch.setattr("timm_moe.analysis.report.find_history", damaged)
+    monkeypatch.setattr("timm_moe.analysis.report.observe", lambda *_: pytest.fail("The images were run on."))
     with pytest.raises(ValueError, match="damaged"):
         write_report([make_model("vit_tiny_moe", num_experts=4)], image_folder(splits), tmp_path, inference=HERE)

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import create_transform
+from timm.data import create_reader, create_transform
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from .data import Inference, reading
-from .images import UnreadableImage, find_images, log_taken, read_image
+from ...console import describe
+from ..data import Inference, reading
+from ..images import UnreadableImage, read_image
 
 _logger = logging.getLogger(__name__)
 
@@ -22,14 +23,13 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 
 
 def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]:
-    """Pair each image with its mask, and log what is left out: files of two folders, equal but for their ending.
+    """Pair each image with its mask: files of two folders that are equal but for their ending.
 
     Raises:
         FileNotFoundError: if a folder is not there or has no image.
         ValueError: if an image has no mask, a mask no image, or two files of a folder the same name.
     """
-    left_out: dict[str, list[str]] = {}
-    files = {"image": _files(Path(images), left_out), "mask": _files(Path(masks), left_out)}
+    files = {"image": _files(Path(images)), "mask": _files(Path(masks))}
     for kind, other in (("image", "mask"), ("mask", "image")):
         found = files[kind]
         if lonely := sorted(found.keys() - files[other].keys()):
@@ -37,24 +37,43 @@ def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]
                 f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as {found[lonely[0]]}."
             )
     pairs = [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])]
-    log_taken(images, f"{len(pairs):,} images with masks", left_out)
+    _logger.info("%s: %s images with masks.", images, f"{len(pairs):,}")
     return pairs
 
 
-def _files(folder: Path, left_out: dict[str, list[str]]) -> dict[Path, Path]:
-    """Find the images of a folder by their path in it without the ending, and add what is left out."""
-    images, others = find_images(folder, _SUFFIXES)
-    for reason, paths in others.items():
-        left_out.setdefault(reason, []).extend(paths)
+def _files(folder: Path) -> dict[Path, Path]:
+    """Find the images of a folder, as timm does, by their path in it without the ending."""
+    try:
+        reader = create_reader("", root=str(folder), input_key=";".join(_SUFFIXES))
+    except (AssertionError, RuntimeError) as error:  # no folder, no image
+        raise FileNotFoundError(f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}.") from error
     files: dict[Path, Path] = {}
-    for file in sorted(Path(file) for of_folder in images.values() for file in of_folder):
+    for file in sorted(Path(file) for file, _ in reader.samples):
         name = file.relative_to(folder).with_suffix("")
         if other := files.get(name):
             raise ValueError(f"{other} and {file} differ by their ending alone, so no mask is theirs for certain.")
         files[name] = file
-    if not files:
-        raise FileNotFoundError(f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}.")
     return files
+
+
+def read_names(file: str | Path) -> list[str]:
+    """Read the names of the classes from a text file, a line for each, in the order of their numbers.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no text, has an empty line before a name, or a name twice.
+    """
+    try:  # some editors begin a file with a byte-order mark
+        lines = Path(file).read_text(encoding="utf-8-sig").rstrip().split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The class map {file} is no text: {describe(error)}") from error
+    names = [line.strip() for line in lines]
+    if "" in names:
+        line = names.index("") + 1
+        raise ValueError(f"Line {line} of the class map {file} is empty: a line is the name of a class.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"The class map {file} names a class twice.")
+    return names
 
 
 class MaskedImages(Dataset):

@@ -12,10 +12,10 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ...analysis.data import Inference, batches, in_eval_mode
-from ...convert.blocks import moe_layers, whole_experts
-from ...layers import MoeMlp, routing_to
-from ...training.epoch_log import relative_distance_to_mean
+from ....convert.blocks import moe_layers, whole_experts
+from ....layers import MoeMlp, routing_to
+from ....training.epoch_log import relative_distance_to_mean
+from ...data import Inference, batches, in_eval_mode
 from .. import charts
 from ..page import Part, Section
 

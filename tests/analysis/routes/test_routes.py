@@ -17,8 +17,8 @@ from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder
-from timm_moe.analysis.routes import display_order, plot
-from timm_moe.analysis.routing_statistics import Routes, collect_routes, patch_grid, summarize, summarize_all
+from timm_moe.analysis.routes.outputs import display_order, plot
+from timm_moe.analysis.routes.statistics import Routes, collect_routes, patch_grid, summarize, summarize_all
 from timm_moe_cli import main
 
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]

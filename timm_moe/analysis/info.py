@@ -1,25 +1,19 @@
 """Sizes of a model: all parameters, the parameters a token passes through, and the cost of an image."""
 
-import difflib
 import math
-import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import timm
 import torch
-from timm.models import model_entrypoint
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .convert.blocks import moe_layers
-from .convert.dense import to_dense
-from .convert.find import ffn_paths
-from .layers import MoeMlp
-from .model_config import model_input_size, shown
-from .quick_init import quick_init
+from ..convert.blocks import activated_parameters, moe_layers, parameters
+from ..convert.dense import to_dense
+from ..convert.find import ffn_paths
+from ..model_config import model_input_size
+from ..models.registered import check_registered, is_registered_here, weightless_model
 
 
 @dataclass(frozen=True)
@@ -76,44 +70,6 @@ class Cost:
     norm: float
 
 
-def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
-    """List this package's models, or their pretrained tags, whose names match a pattern with wildcards."""
-    return [name for name in timm.list_models(pattern, pretrained=pretrained) if is_registered_here(name)]
-
-
-def is_registered_here(name: str) -> bool:
-    """Tell if a registered model belongs to this package."""
-    return timm.is_model(name) and model_entrypoint(name).__module__.startswith(f"{__package__}.")
-
-
-def check_registered(name: str) -> None:
-    """Raise ValueError, with the nearest name, if timm knows no model of that name."""
-    if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # timm takes any tag
-        return
-    nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
-    raise ValueError(f"Unknown model ({shown(name)[1:-1]})" + (f"; did you mean {nearest[0]}?" if nearest else "."))
-
-
-def is_named_after_stock(name: str) -> bool:
-    """Tell if a model is the EWA form of a timm architecture, which its name begins with."""
-    architecture = name.partition(".")[0]
-    stock = architecture.removesuffix("_ewa_moe")
-    return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
-
-
-@contextmanager
-def weightless() -> Iterator[None]:
-    """Within the block, make models on the meta device, without memory for their weights."""
-    with torch.device("meta"), quick_init():
-        yield
-
-
-def weightless_model(name: str, **kwargs: Any) -> nn.Module:
-    """Create a model on the meta device, without memory for its weights."""
-    with weightless():
-        return timm.create_model(name, **kwargs)
-
-
 def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """Measure a registered model without allocating its weights.
 
@@ -147,22 +103,6 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
     )
-
-
-def parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
-    """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
-    return parameters(model) - sum(
-        (layer.num_experts - (experts or layer.router.experts_of_row())) * parameters_of_an_expert(layer)
-        for layer in moe_layers(model).values()
-    )
-
-
-def parameters_of_an_expert(layer: MoeMlp) -> int:
-    return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
 
 
 def evaluation_cost(model: nn.Module) -> Cost:

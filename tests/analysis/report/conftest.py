@@ -6,7 +6,7 @@ from common import make_model, write_images
 from observations import HERE
 
 from timm_moe.analysis.data import image_folder
-from timm_moe.report import write_report
+from timm_moe.analysis.report import write_report
 
 #: A folder may have any name.
 CLASSES = ["apple", "baby", "<script><b>chair", "dolphin", 'elephant "grey"']

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder, load_classifiers
-from timm_moe.analysis.mixtures import SHOWN_SLOTS, Mixture, collect_mixtures, mixing_layers
+from timm_moe.analysis.report.sections.routing import routing_section
+from timm_moe.analysis.routes.mixtures import SHOWN_SLOTS, Mixture, collect_mixtures, mixing_layers
 from timm_moe.layers import SoftRouter
-from timm_moe.report.sections.routing import routing_section
 from timm_moe_cli import main
 
 SOFT = dict(name="soft_moe_s16", num_experts=5, slots_per_expert=2, moe_layers="1,3")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-import timm_moe.report
+import timm_moe.analysis.report
 from timm_moe.analysis.data import image_folder
-from timm_moe.report import write_report
-from timm_moe.report.sections.run import run_section
+from timm_moe.analysis.report import write_report
+from timm_moe.analysis.report.sections.run import run_section
 from timm_moe.training.epoch_log import FILE
 
 
@@ -127,6 +127,6 @@ def test_top_5_of_five_classes_is_left_out(tmp_path):
 def test_a_damaged_run_is_told_before_the_images_are_seen(splits, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text('{"epochs": [{"epoch": 0}]}')
     (tmp_path / "last.pth.tar").touch()
-    monkeypatch.setattr(timm_moe.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
+    monkeypatch.setattr(timm_moe.analysis.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
         write_report([tmp_path / "last.pth.tar"], image_folder(splits), tmp_path / "out")

@@ -21,10 +21,10 @@ from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..console import show
+from ..export import export_dense
+from ..training.averaging import ExpertWeightAveraging
 from .colours import COLOURS
-from .console import show
-from .export import export_dense
-from .training.averaging import ExpertWeightAveraging
 
 BATCH_SIZE = 64
 #: Images in [-1, 1] with one channel.

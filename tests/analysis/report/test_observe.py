@@ -12,11 +12,11 @@ import timm_moe
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.fewshot import Folder, fewshot
-from timm_moe.analysis.routing_statistics import collect_routes
-from timm_moe.report import write_report
-from timm_moe.report.observe import SHOWN, SUREST
-from timm_moe.report.sections.routing import routing_section
-from timm_moe.report.sections.similarity import expert_similarity, similarity_section
+from timm_moe.analysis.report import write_report
+from timm_moe.analysis.report.observe import SHOWN, SUREST
+from timm_moe.analysis.report.sections.routing import routing_section
+from timm_moe.analysis.report.sections.similarity import expert_similarity, similarity_section
+from timm_moe.analysis.routes.statistics import collect_routes
 from timm_moe.training.epoch_log import relative_distance_to_mean
 
 

@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from ...convert.blocks import moe_layers
-from ...convert.find import ffn_paths
-from ...export.history import History
+from ....convert.blocks import moe_layers
+from ....convert.find import ffn_paths
+from ....export.history import History
+from ....layers import EnsembleRouter, ExpertChoiceRouter, MoeMlp, RandomPartition, SharedExpertMlp, SoftMoeMlp
 from ...info import ModelInfo
-from ...layers import EnsembleRouter, ExpertChoiceRouter, MoeMlp, RandomPartition, SharedExpertMlp, SoftMoeMlp
 from ..page import Part, Section
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
-    """Show the model as measured by :func:`timm_moe.info.measure`, and the history of its weights."""
+    """Show the model as measured by :func:`timm_moe.analysis.info.measure`, and the history of its weights."""
     boxes = _boxes(model)
     members = f"{info.members}{_own_experts(model)}" if info.members > 1 else None
     size = {"model": info.name, **info.rows(), "members": members}

@@ -14,13 +14,13 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..analysis.data import Inference, class_names, image_bytes
-from ..analysis.evaluation import Figures, predictions
-from ..analysis.metrics import ensemble_log_probabilities
-from ..analysis.mixtures import Mixture, add_calls, mixing_layers
-from ..analysis.routing_statistics import RouterCall, RouterWatcher, Routes, patch_grid
-from ..analysis.rows import Rows
-from ..convert.blocks import moe_layers
+from ...convert.blocks import moe_layers
+from ..data import Inference, class_names, image_bytes
+from ..evaluation import Figures, predictions
+from ..metrics import ensemble_log_probabilities
+from ..routes.mixtures import Mixture, add_calls, mixing_layers
+from ..routes.statistics import RouterCall, RouterWatcher, Routes, patch_grid
+from ..rows import Rows
 
 #: Images that are shown with their patches; patches that are shown of each expert, at most one of an image.
 SHOWN, SUREST = 12, 8

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...files import read_text
-from ...training.epoch_log import read_epochs
+from ....files import read_text
+from ....training.epoch_log import read_epochs
 from .. import charts
 from ..page import Part, Section
 from .routing import DEAD

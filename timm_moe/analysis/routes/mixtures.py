@@ -14,10 +14,10 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..convert.blocks import moe_layers
-from ..layers import ExpertChoiceRouter, MoeMlp, SoftRouter
-from .data import Inference, batches, image_bytes
-from .routing_statistics import RouterCall, RouterWatcher, patch_grid
+from ...convert.blocks import moe_layers
+from ...layers import ExpertChoiceRouter, MoeMlp, SoftRouter
+from ..data import Inference, batches, image_bytes
+from .statistics import RouterCall, RouterWatcher, patch_grid
 
 #: Slots of a layer that are shown.
 SHOWN_SLOTS = 6

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...analysis.evaluation import LABELS
+from ...evaluation import LABELS
 from .. import charts
 from ..observe import Observation
 from ..page import Part, Section

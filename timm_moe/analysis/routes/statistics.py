@@ -17,11 +17,11 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..convert.blocks import moe_layers
-from ..layers import MoeMlp, Routing
-from ..timm_classes import is_from
-from .data import Inference, batches, class_names, in_eval_mode
-from .rows import Rows
+from ...convert.blocks import moe_layers
+from ...layers import MoeMlp, Routing
+from ...timm_classes import is_from
+from ..data import Inference, batches, class_names, in_eval_mode
+from ..rows import Rows
 from .segmentation import MaskedImages, majority_labels
 
 #: Permutations of labels over which the figure of chance is averaged.

@@ -8,12 +8,12 @@ from pathlib import Path
 from timm.data import ImageDataset
 from torch import nn
 
-from ..analysis.data import Inference, Source, class_names, describe_source, load_classifiers
-from ..checkpoints.source import ModelSpec
-from ..export.history import find_history
-from ..files import written_whole
+from ...checkpoints.source import ModelSpec
+from ...export.history import find_history
+from ...files import written_whole
+from ...model_config import get_pretrained_cfg
+from ..data import Inference, Source, class_names, describe_source, load_classifiers
 from ..info import measure
-from ..model_config import get_pretrained_cfg
 from .observe import observe
 from .page import Section, page
 from .sections.classifier import classifier_section

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..console import printable
-from ..files import publish, staged, write_json
+from ...console import printable
+from ...files import publish, staged, write_json
 from .mixtures import Mixture
-from .routing_statistics import Routes
+from .statistics import Routes
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Write the summary by :func:`timm_moe.analysis.routing_statistics.summarize_all` as text."""
+    """Write the summary by :func:`timm_moe.analysis.routes.statistics.summarize_all` as text."""
     layers = summary["layers"]
     width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
     lines = [

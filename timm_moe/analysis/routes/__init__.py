@@ -1,0 +1,1 @@
+"""What ``timm-moe routes`` shows: counts of choices, mixtures, classes of patches, and their files."""

@@ -1,0 +1,53 @@
+"""The registered names: which are this package's, which belong to stock models; models without weights by name."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import timm
+import torch
+from timm.models import model_entrypoint
+from torch import nn
+
+from ..model_config import shown
+from ..quick_init import quick_init
+
+
+def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
+    """List this package's models, or their pretrained tags, whose names match a pattern with wildcards."""
+    return [name for name in timm.list_models(pattern, pretrained=pretrained) if is_registered_here(name)]
+
+
+def is_registered_here(name: str) -> bool:
+    """Tell if a registered model belongs to this package."""
+    return timm.is_model(name) and model_entrypoint(name).__module__.startswith("timm_moe.")
+
+
+def check_registered(name: str) -> None:
+    """Raise ValueError, with the nearest name, if timm knows no model of that name."""
+    if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # timm takes any tag
+        return
+    nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
+    raise ValueError(f"Unknown model ({shown(name)[1:-1]})" + (f"; did you mean {nearest[0]}?" if nearest else "."))
+
+
+def is_named_after_stock(name: str) -> bool:
+    """Tell if a model is the EWA form of a timm architecture, which its name begins with."""
+    architecture = name.partition(".")[0]
+    stock = architecture.removesuffix("_ewa_moe")
+    return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Within the block, make models on the meta device, without memory for their weights."""
+    with torch.device("meta"), quick_init():
+        yield
+
+
+def weightless_model(name: str, **kwargs: Any) -> nn.Module:
+    """Create a model on the meta device, without memory for its weights."""
+    with weightless():
+        return timm.create_model(name, **kwargs)
