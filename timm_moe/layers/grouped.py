@@ -19,7 +19,7 @@ from .functional import autocast_dtype, caller
 
 
 class Runs(NamedTuple):
-    """Where the rows of each expert lie, for all products of a layer.
+    """The rows of each expert, for all products of a layer.
 
     Attributes:
         end: (E,) integers that do not decrease, at most N.
