@@ -126,6 +126,54 @@ def test_an_evaluation_does_not_compute_mostly_unused_slots(factor, slots):
     assert torch.equal(routing.experts(), router(x).experts())
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_not_a_number_stays_with_its_row(top_k):
+    """Rows that are dropped share a slot, which reaches none of them."""
+    router = TopKRouter(WIDTH, 4, top_k, capacity_factor=0.3, capacity_multiple=1)
+    layer, x = MoeMlp(Mlp(WIDTH, 12), router, 4, "independent"), torch.randn(2, 19, WIDTH)
+    with equal_slots():
+        for row in range(19):
+            broken = x.clone()
+            broken[1, row] = torch.nan
+            y = layer(broken)
+            y[1, row] = 0
+            assert y.isfinite().all()
+
+
+def test_a_layer_computes_a_routing_once():
+    """Kernels of a forward and backward pass, for which a GPU waits; today's numbers, which may fall."""
+    layers = {
+        "EWA": (EwaMlp(Mlp(WIDTH, 12), 4), 15),
+        "top-1": (MoeMlp(Mlp(WIDTH, 12), TopKRouter(WIDTH, 4, 1, capacity_factor=1.0, loss_weights=BALANCE), 4), 50),
+        "top-2": (MoeMlp(Mlp(WIDTH, 12), TopKRouter(WIDTH, 4, 2, capacity_factor=1.0, loss_weights=BALANCE), 4), 58),
+    }
+    for name, (layer, most) in layers.items():
+        x = torch.randn(2, 8, WIDTH, requires_grad=True)
+        with equal_slots(), Kernels() as kernels:
+            y = layer(x)
+            records = getattr(layer.router, "records", [])
+            torch.autograd.backward(
+                [y, *(record.weighted_loss for record in records)], [x.detach(), *ONE[: len(records)]]
+            )
+        assert kernels.number <= most, name
+
+
+BALANCE, ONE = {"balance": 0.01}, [torch.ones(())]
+#: Operators that start no kernel.
+VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "squeeze", "t", "transpose",
+         "unsqueeze", "view", "_unsafe_view", "empty", "empty_like", "new_empty", "promote_types"}  # fmt: skip
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that start a kernel."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.number += operator.overloadpacket.__name__ not in VIEWS
+        return operator(*args, **(kwargs or {}))
+
+
 def test_second_derivatives():
     layer, x = EwaMlp(Mlp(WIDTH, 4), 3).double(), torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True)
     with equal_slots():
@@ -221,8 +269,8 @@ def test_operators_of_a_gpu_and_their_backward_formulas_read_nothing():
         x, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((12, 16), (3, 8, 16)))
         bias = torch.empty(3, 8, dtype=torch.bfloat16, device="cuda")
         runs = grouped.runs_by_offsets(torch.empty(3, dtype=torch.long, device="cuda"), 12)
-        y = grouped._Linear.forward(x, weight, bias, *runs)
-        product, total = grouped._Outer.forward(y, x, True, *runs)
+        y = grouped._linear_by_offsets(x, weight, bias, *runs)
+        product, total = grouped._outer_by_offsets(y, x, True, *runs)
         linear = SimpleNamespace(saved_tensors=(x, weight, *runs), needs_input_grad=(True, True, True))
         outer = SimpleNamespace(saved_tensors=(y, x, *runs), needs_input_grad=(True, True), with_sum=True)
         gradients = [*grouped._Linear.backward(linear, y)[:3], *grouped._Outer.backward(outer, product, total)[:2]]

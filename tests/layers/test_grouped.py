@@ -1,5 +1,7 @@
 """Products of runs of rows with stacked matrices, and networks that run once over the rows of all experts."""
 
+import warnings
+
 import pytest
 import timm
 import torch
@@ -142,6 +144,14 @@ def test_what_a_gpu_would_run(sizes, after):
     torch.testing.assert_close(got, expected, **tolerance)
 
 
+def test_operators_that_read_nothing_may_be_in_cuda_graphs():
+    tags = {name: getattr(torch.ops.timm_moe, name).default.tags for name in OPERATORS}
+    assert {name for name, found in tags.items() if torch.Tag.cudagraph_unsafe in found} == set(OPERATORS[:2])
+
+
+OPERATORS = ("grouped_linear", "grouped_outer", "linear_by_offsets", "outer_by_offsets")
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -174,6 +184,20 @@ class Own(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
     forward = plain
+
+
+class Named(Mlp):
+    """A subclass that overrides nothing."""
+
+
+class Narrow(Mlp):
+    def __init__(self, dim):
+        super().__init__(dim, 3)
+
+
+class Doubled(Mlp):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 class OverNorm(Own):
@@ -246,6 +270,9 @@ NETWORKS = {
     "SwiGLU with a norm": lambda: SwiGLU(8, 12, norm_layer=timm.layers.LayerNorm),
     "torchvision": lambda: torchvision.ops.MLP(8, [12, 8], norm_layer=nn.LayerNorm),
     "another width": lambda: Mlp(8, 12, 6),
+    "by another name": lambda: Named(8, 12),
+    "by another constructor": lambda: Narrow(8),
+    "doubled": lambda: Doubled(8, 12),
     "scaled": Scaled,
     "PReLU": lambda: nn.Sequential(nn.Linear(8, 12), nn.PReLU(12), nn.Linear(12, 8)),
     "own": Own,
@@ -259,7 +286,7 @@ NETWORKS = {
     "in pieces": InPieces,
     "hooked": hooked,
 }
-IN_TURN = {"scaled", *list(NETWORKS)[list(NETWORKS).index("PReLU") :]}
+IN_TURN = {"doubled", "scaled", *list(NETWORKS)[list(NETWORKS).index("PReLU") :]}
 
 
 def layer_of(name, router=None, num_experts=4):
@@ -295,6 +322,22 @@ def test_compiled_as_one_graph(name):
     expected = outcome(layer, x)
     for a, b in zip(outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Silent(Own):
+    """Compiled by no other test."""
+
+
+@pytest.mark.parametrize("make", [Silent, lambda: Named(8, 12)])
+def test_compiled_experts_that_compute_every_row_say_so_once(make):
+    layer = MoeMlp(make(), TopKRouter(8, 4, 2), 4)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            compiled(torch.randn(3, 7, 8))
+    said = [str(warning.message) for warning in caught if "every expert computes every row" in str(warning.message)]
+    assert len(said) == (make is Silent)
 
 
 @pytest.mark.parametrize("make", [parametrized_bias, patched])

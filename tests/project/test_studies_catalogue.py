@@ -278,7 +278,7 @@ def test_a_held_rate_stays_where_it_is(monkeypatch):
 @given(images=st.integers(1, 13), rows=st.integers(1, 6), experts=st.integers(1, 5))
 def test_whole_images_are_partitioned(images, rows, experts):
     routing = candidates.ImagePartition(experts)(torch.zeros(images, rows, 3))
-    assert torch.equal(routing.token_indices[routing.slots.squeeze(1)], torch.arange(images * rows))
+    assert torch.equal(routing.token_indices.sort().values, torch.arange(images * rows))
     expert_BN = routing.experts().view(images, rows)
     assert (expert_BN == expert_BN[:, :1]).all()
     parts = expert_BN[:, 0].bincount(minlength=experts)

@@ -37,7 +37,7 @@ class Routing(NamedTuple):
         gates: (T, K) factor of each choice's output; with ``starts`` (N,) of each slot's; None for all ones.
         capacity: number of slots of each expert, used or not, if all have equally many; else None.
         is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if none can be.
-        starts: (T,) place in ``slots`` where those of each row begin, if rows have different numbers of experts.
+        starts: (T,) place in ``slots`` where each row's begin, if rows have different numbers of experts.
     """
 
     token_indices: Tensor
@@ -67,7 +67,7 @@ class Routing(NamedTuple):
         return self.gates.masked_fill(self.is_dropped, 0)
 
     def table(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Where experts chose rows: (T, E) the experts of each row, E for none, and the factors of their outputs."""
+        """Return, where experts chose rows, (T, E) the experts of each row, E for none, and the outputs' factors."""
         experts, token_N, gates_N = self.num_experts(), self.token_indices, self.gates
         assert gates_N is not None
         expert_N = self._expert_of(torch.arange(token_N.shape[0], device=token_N.device))
@@ -169,7 +169,7 @@ def has_equal_slots(device: torch.device, mode: Mode) -> bool:
 
 
 def equal_runs(num_experts: int, capacity: int, device: torch.device, mode: Mode) -> dict[str, Any]:
-    """What a :class:`Routing` has if each expert has equally many slots, all of them used."""
+    """Fields of a :class:`Routing` whose experts have equally many slots, all of them used."""
     if has_equal_slots(device, mode):
         return {"capacity": capacity}
     return {"offsets": torch.arange(1, num_experts + 1, device=device) * capacity}
@@ -332,7 +332,7 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
 
 
 def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What the functions below need of a routing; the choices one after the other, all first ones first."""
+    """Return what the functions below need of a routing; all first choices come first."""
     slots = routing.slots
     if slots is not None and routing.starts is None:
         slots = slots.t().flatten()

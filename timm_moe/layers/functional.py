@@ -12,7 +12,7 @@ from torch.fx import Proxy
 
 
 class Mode(Enum):
-    """What becomes of the operators of a call. A layer asks :func:`current_mode` once and passes the answer on."""
+    """Mode of a call: what becomes of its operators. A layer asks :func:`current_mode` once and passes it on."""
 
     EAGER = auto()
     COMPILED = auto()  # by torch.compile
@@ -22,7 +22,7 @@ class Mode(Enum):
 
     @property
     def is_plain(self) -> bool:
-        """Whether others read the result, without this package's operators."""
+        """Tell if others read the result, without this package's operators."""
         return self in (Mode.TRACED, Mode.ONNX)
 
 

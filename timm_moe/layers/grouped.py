@@ -19,7 +19,7 @@ from .functional import autocast_dtype, caller
 
 
 class Runs(NamedTuple):
-    """Where the rows of each expert lie, for all products of a layer.
+    """The rows of each expert, for all products of a layer.
 
     Attributes:
         end: (E,) integers that do not decrease, at most N.
@@ -114,7 +114,8 @@ def spread_over_rows(stacked_EH: Tensor, runs: Runs, rows: int) -> Tensor:
     return _linear(nothing_ND, nothing_EHD, stacked_EH, *runs.tensors())  # a bias alone
 
 
-# Each of the two is the other's derivative. torch.func needs them: it knows no formulas of operators.
+# Each of the two is the other's derivative. torch.func needs them: it knows no formulas of operators. Products by
+# offsets need all of the runs' tensors, others the ends alone.
 
 
 class _Linear(torch.autograd.Function):
@@ -172,11 +173,7 @@ _RUNS = "Tensor end, Tensor expert, Tensor is_after, Tensor is_idle"
 # The first two read their last tensor on the host, which a CUDA graph would not repeat.
 for _name, _schema, _tags in (
     ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", _HOST),
-    (
-        "grouped_outer",
-        "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)",
-        torch.Tag.cudagraph_unsafe,
-    ),
+    ("grouped_outer", "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)", _HOST),
     ("linear_by_offsets", f"(Tensor x, Tensor weight, Tensor? bias, {_RUNS}) -> Tensor", ()),
     ("outer_by_offsets", f"(Tensor y, Tensor x, bool with_sum, {_RUNS}) -> (Tensor, Tensor)", ()),
 ):
@@ -239,7 +236,6 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     return torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
 
 
-@torch.library.impl("timm_moe::linear_by_offsets", "CompositeExplicitAutograd")
 def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor) -> Tensor:
     end_E, expert_N, is_after_N1, _ = of_rows
     _check_devices(x_ND, weight_EHD, bias_EH, end_E)
@@ -252,10 +248,9 @@ def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None,
         bias_NH = bias_EH.index_select(0, expert_N)
         y_NH = bias_NH if y_NH is None else y_NH + bias_NH
     assert y_NH is not None
-    return y_NH.masked_fill(is_after_N1, 0)  # not written by grouped_mm
+    return y_NH.masked_fill_(is_after_N1, 0)  # not written by grouped_mm
 
 
-@torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")
 def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
     end_E, expert_N, is_after_N1, is_idle_E11 = of_rows
     experts = end_E.shape[0]
@@ -264,13 +259,17 @@ def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tens
         product_EHD = y_NH.new_empty(experts, y_NH.shape[1], 0)
     else:
         product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E)
-        product_EHD = product_EHD.masked_fill(is_idle_E11, 0)  # not written by grouped_mm
+        product_EHD.masked_fill_(is_idle_E11, 0)  # not written by grouped_mm
     if not with_sum:
         return product_EHD, y_NH.new_empty(experts, 0)
     # Sums by atomic operations would differ from run to run.
     is_of_EN = torch.eq(torch.arange(experts, device=end_E.device).unsqueeze(1), expert_N)
     is_of_EN = is_of_EN.masked_fill(is_after_N1.t(), False)
     return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
+
+
+torch.library.impl("timm_moe::linear_by_offsets", "CompositeExplicitAutograd")(_linear_by_offsets)
+torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")(_outer_by_offsets)
 
 
 def _check_devices(*tensors: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """The expert layers, which replace the feed-forward network of a transformer block."""
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -287,11 +288,15 @@ class EwaMlp(MoeMlp):
 
 @torch.compiler.assume_constant_result  # so that it runs as the layer is compiled, and no more
 def _warn_of_all_rows(network: str) -> None:
-    warnings.warn(
+    _say_once(
         f"Compiled, every expert computes every row: a {network} has no form that runs once over the rows of all "
-        "experts. Networks of timm, torchvision and transformers have, and their subclasses that override nothing.",
-        stacklevel=2,
+        "experts. Networks of timm, torchvision and transformers have, and their subclasses that override nothing."
     )
+
+
+@functools.cache  # Dynamo traces a layer more than once
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 def _reset(router: Any) -> Any:
