@@ -86,8 +86,9 @@ def test_every_figure_is_expected():
 def test_the_models_have_what_formulas_say(place):
     found = [measured(number) for number, figure in enumerate(FIGURES) if (figure.paper, figure.where) == place]
     costs = place in [("pBE", where) for where in ("table 11", "table 12", "section 4.1")]
-    # the modules round capacities, and count routers and the classifier
-    assert found == pytest.approx(EXPECTED[place], rel=0.005 if costs else 2e-4, abs=0)
+    # the modules round capacities, and count routers and the classifier; in table 9 each expert computes its spare slot
+    tolerance = 0.005 if costs else 4e-4 if place == ("pBE", "table 9") else 2e-4
+    assert found == pytest.approx(EXPECTED[place], rel=tolerance, abs=0)
 
 
 @pytest.mark.ci
