@@ -68,6 +68,8 @@ class RecordingRouter(Router):
         totals: statistics of the records whose losses were added.
     """
 
+    records: list[RouterRecord]
+
     def __init__(self, num_experts: int, loss_weights: dict[str, float], bias_rate: float = 0.0):
         super().__init__(num_experts)
         self.balancing_bias = BalancingBias(num_experts, bias_rate) if bias_rate else None
@@ -86,7 +88,7 @@ class RecordingRouter(Router):
         self.records = []
 
     def _begin(self, what: Begun) -> None:
-        self.records: list[RouterRecord] = []
+        self.records = []
         self.added = False
         self.begun = what
 

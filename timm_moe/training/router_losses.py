@@ -128,7 +128,7 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
 # --- the statistics
 
 
-def _keep_statistics(taken: list[tuple[MoeMlp, RouterRecord]]) -> None:
+def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
     """Add records to the totals of their layers."""
     records = [record for _, record in taken]
     # Copies, of all layers at once: the outputs of a CUDA graph are written anew in the next step.
