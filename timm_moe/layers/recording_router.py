@@ -44,7 +44,7 @@ class RouterRecord(NamedTuple):
 
 
 class Begun(Enum):
-    """What began before the records of a router came, since the last step of its optimizer."""
+    """Events that a router's records belong to, since the last step of its optimizer."""
 
     NOTHING = "a part of the model was called by itself: its records gather until someone takes them"
     OVERDUE = "the same, and while records waited, an optimizer stepped that does not train the router"
@@ -134,7 +134,7 @@ class RecordingRouter(Router):
         return any(map(_has_gradient, self.waiting()))
 
     def end_step(self) -> None:
-        """Begin anew as an optimizer that trains this router steps; the caller has looked for pending losses."""
+        """Clear the state as an optimizer that trains this router steps; the caller has looked for pending losses."""
         self._begin(Begun.NOTHING)
         self.totals.lost = 0
 

@@ -56,7 +56,7 @@ def _by_group(layers: list[Any]) -> list[tuple[tuple[Any, ...], list[BalancingBi
 def _groups_of(layer: Any) -> tuple[Any, ...]:
     """The process groups over which a layer is trained as one; none if this process trains it alone.
 
-    They are those that the user named, the mesh's (FSDP2), or those of the DistributedDataParallel around it.
+    They are the user's, who named them, the mesh's (FSDP2), or the group of the DistributedDataParallel around it.
     """
     bias: BalancingBias = layer.router.balancing_bias
     if bias.process_groups is None and is_distributed():

@@ -27,7 +27,7 @@ def routed_layers(model: nn.Module) -> list[Any]:
 
 
 def routed(layers: Iterable[MoeMlp]) -> list[Any]:
-    """Those of some layers whose routers have losses."""
+    """Select the layers whose routers have losses."""
     return [layer for layer in layers if isinstance(layer.router, RecordingRouter)]
 
 
@@ -93,13 +93,13 @@ def gathering(task: nn.Module) -> Iterator[list[Any]]:
 
 
 def drop_losses(layers: list[Any]) -> None:
-    """Drop the losses that wait in layers, as those of a batch that is left out."""
+    """Drop the losses that wait in layers, as for a batch that is left out."""
     for layer in layers:
         layer.router.drop()
 
 
 def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMlp]) -> None:
-    """Begin anew in the layers that an optimizer trains as it steps; see to it that in others nothing piles up.
+    """Clear the layers that an optimizer trains as it steps; see to it that in others nothing piles up.
 
     Raises:
         RuntimeError: if losses of routers that it trains wait.
@@ -131,7 +131,7 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
 def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
     """Add records to the totals of their layers."""
     records = [record for _, record in taken]
-    # Copies, of all layers at once: the outputs of a CUDA graph are written anew in the next step.
+    # Copies, of all layers at once: the outputs of a CUDA graph are overwritten by the next step.
     loads = iter(_copies([record.load for record in records]))
     losses = iter(_copies([loss for record in records for loss in record.losses.values()]))
     for layer, record in taken:
@@ -179,7 +179,7 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
 
 
 def _recorded(layers: dict[str, MoeMlp]) -> dict[str, Any]:
-    """Those of some layers that have statistics."""
+    """Select the layers that have statistics."""
     return {
         name: layer
         for name, layer in layers.items()

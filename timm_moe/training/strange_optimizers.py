@@ -130,7 +130,7 @@ def average_kept_(
 
 
 def _target(state: dict[str, Tensor], eps: float) -> Tensor:
-    """What MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
+    """Compute what MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
 
     The size is each expert's own, so that the mean of z stays only if z itself is averaged: the start moves by as much
     as z. (Without momentum the start follows from the parameter.)
