@@ -1,7 +1,7 @@
 """Statistics of a router over its training forwards."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ class RoutingSummary:
         return f"{losses}dropped {self.dropped:.1%}, share of an expert min/mean/max {load}"
 
 
+class ForwardStatistics(NamedTuple):
+    """Statistics of one training forward, as :class:`timm_moe.layers.RouterRecord` tells them, without its graph."""
+
+    losses: dict[str, Tensor]
+    load: Tensor
+    dropped: Tensor
+    finite: Tensor
+
+
 class RouterTotals:
     """Sums over the training forwards of one router, on its device; reading them waits for the device.
 
@@ -54,14 +63,14 @@ class RouterTotals:
         self.load: Tensor | int = 0
         self.dropped: Tensor | int = 0
         self._not_finite: Tensor | int = 0  # since the last look
-        self._kept: list[Any] = []
+        self._kept: list[ForwardStatistics] = []
 
-    def add(self, record: Any) -> None:
-        """Add a :class:`timm_moe.layers.RouterRecord` that holds no graph, and whose tensors nobody changes."""
+    def add(self, forward: ForwardStatistics) -> None:
+        """Add a forward, whose tensors nobody changes."""
         if self.is_complete:
             self._begin()
         self.forwards += 1
-        self._kept.append(record)
+        self._kept.append(forward)
         if len(self._kept) == KEPT:
             self._sum_up()
 
@@ -74,7 +83,8 @@ class RouterTotals:
             self.losses[name] = self.losses.get(name, 0) + total
         self.load = self.load + torch.stack([record.load for record in kept]).sum(0)
         self.dropped = self.dropped + torch.stack([record.dropped for record in kept]).sum()
-        self._not_finite = self._not_finite + (~torch.stack([record.finite for record in kept])).sum()
+        finite = torch.stack([record.finite for record in kept]).sum()
+        self._not_finite = self._not_finite + (len(kept) - finite)
 
     def summary(self) -> RoutingSummary:
         """Means over the forwards, of which there is at least one."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..convert.blocks import moe_layers, unwrapped
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import find, living
-from ..layers.router_totals import KEPT, RouterTotals, RoutingSummary
+from ..layers.router_totals import KEPT, ForwardStatistics, RouterTotals, RoutingSummary
 from .optimizers import is_first_time, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -133,13 +133,13 @@ def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
     records = [record for _, record in taken]
     # Copies, of all layers at once: the outputs of a CUDA graph are overwritten by the next step.
     loads = iter(_copies([record.load for record in records]))
+    dropped = iter(_copies([record.dropped for record in records]))
+    finite = iter(_copies([record.finite for record in records]))
     losses = iter(_copies([loss for record in records for loss in record.losses.values()]))
     for layer, record in taken:
-        kept = record._replace(
-            weighted_loss=None, load=next(loads), losses={name: next(losses) for name in record.losses}
-        )
+        own = {name: next(losses) for name in record.losses}
         totals: RouterTotals = layer.router.totals
-        totals.add(kept)
+        totals.add(ForwardStatistics(own, next(loads), next(dropped), next(finite)))
         if totals.forwards % KEPT == 0:
             _warn_of_not_finite(layer)
 
