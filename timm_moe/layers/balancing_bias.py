@@ -20,8 +20,8 @@ class BalancingBias(nn.Module):
         steps: (E,) buffer, steps up minus steps down of each expert.
         load: (E,) number of choices of each expert since the last optimizer step, in this process; None for no choice.
         process_groups: groups of ``torch.distributed`` whose processes train the layer as one, so that the choices of
-            all of them count; None until the first step finds them: those of the DistributedDataParallel or of the mesh
-            around the layer. Name them where there is neither.
+            all of them count; None until the first step finds them, of the DistributedDataParallel or the mesh around
+            the layer. Name them where there is neither.
     """
 
     steps: Tensor

@@ -66,7 +66,7 @@ class RouterRecord(NamedTuple):
 
 
 class Begun(Enum):
-    """What began before the records of a router came, since the last step of its optimizer."""
+    """Events that a router's records belong to, since the last step of its optimizer."""
 
     NOTHING = "a part of the model was called by itself: its records gather until someone takes them"
     OVERDUE = "the same, and while records waited, an optimizer stepped that does not train the router"
@@ -90,6 +90,8 @@ class RecordingRouter(Router):
         totals: statistics of the records whose losses were added.
     """
 
+    records: list[RouterRecord]
+
     def __init__(self, num_experts: int, loss_weights: dict[str, float], bias_rate: float = 0.0):
         super().__init__(num_experts)
         self.balancing_bias = BalancingBias(num_experts, bias_rate) if bias_rate else None
@@ -108,7 +110,7 @@ class RecordingRouter(Router):
         self.records = []
 
     def _begin(self, what: Begun) -> None:
-        self.records: list[RouterRecord] = []
+        self.records = []
         self.added = False
         self.begun = what
 
@@ -154,7 +156,7 @@ class RecordingRouter(Router):
         return any(map(_has_gradient, self.waiting()))
 
     def end_step(self) -> None:
-        """Begin anew as an optimizer that trains this router steps; the caller has looked for pending losses."""
+        """Clear the state as an optimizer that trains this router steps; the caller has looked for pending losses."""
         self._begin(Begun.NOTHING)
         self.totals.lost = 0
 

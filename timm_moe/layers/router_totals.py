@@ -1,7 +1,7 @@
 """Statistics of a router over its training forwards."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ class RoutingSummary:
         return f"{losses}dropped {self.dropped:.1%}, share of an expert min/mean/max {load}"
 
 
+class ForwardStatistics(NamedTuple):
+    """Numbers of one training forward, as a :class:`timm_moe.layers.RouterRecord` has them, without its graph."""
+
+    losses: dict[str, Tensor]
+    load_GE: Tensor
+    capacity: int | None
+    checked: list[Tensor]
+
+
 class RouterTotals:
     """Sums over the training forwards of one router, on its device; reading them waits for the device.
 
@@ -54,14 +63,14 @@ class RouterTotals:
         self.load: Tensor | int = 0
         self.dropped: Tensor | int = 0
         self._not_finite: Tensor | int = 0  # since the last look
-        self._kept: list[Any] = []
+        self._kept: list[ForwardStatistics] = []
 
-    def add(self, record: Any) -> None:
-        """Add a :class:`timm_moe.layers.RouterRecord` that holds no graph, and whose tensors nobody changes."""
+    def add(self, forward: ForwardStatistics) -> None:
+        """Add a forward, whose tensors nobody changes."""
         if self.is_complete:
             self._begin()
         self.forwards += 1
-        self._kept.append(record)
+        self._kept.append(forward)
         if len(self._kept) == KEPT:
             self._sum_up()
 
@@ -70,17 +79,17 @@ class RouterTotals:
         if not kept:
             return
         for name in kept[0].losses:
-            total = torch.stack([record.losses[name] for record in kept]).sum()
+            total = torch.stack([forward.losses[name] for forward in kept]).sum()
             self.losses[name] = self.losses.get(name, 0) + total
         by_capacity: dict[int | None, list[Tensor]] = {}
-        for record in kept:
-            by_capacity.setdefault(record.capacity, []).append(record.load_GE)
+        for forward in kept:
+            by_capacity.setdefault(forward.capacity, []).append(forward.load_GE)
         for capacity, loads in by_capacity.items():
             load_GE = torch.cat(loads)
             self.load = self.load + load_GE.sum(0)
             if capacity is not None:
                 self.dropped = self.dropped + (load_GE - capacity).clamp(min=0).sum()
-        numbers = torch.stack([torch.stack(record.checked()) for record in kept])
+        numbers = torch.stack([torch.stack(forward.checked) for forward in kept])
         self._not_finite = self._not_finite + (~numbers.isfinite().all(1)).sum()
 
     def summary(self) -> RoutingSummary:

@@ -54,7 +54,9 @@ def average_(stacked: Tensor, beta: Rate) -> Tensor:
 @torch.no_grad()
 def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
     """Do what :func:`average_` does to many tensors, each with its share rate."""
-    parts, means, weights = [], [], []
+    parts: list[Tensor] = []
+    means: list[Tensor] = []
+    weights: list[Any] = []
     for stacked, beta in due:
         part, num_experts = local_part(stacked), stacked.shape[0]
         if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):

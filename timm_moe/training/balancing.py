@@ -13,8 +13,8 @@ from ..layers.living import living
 from .optimizers import is_distributed, is_skipped, trained_layers
 from .router_losses import routed
 
-#: Names of classes that train a model as one over their process_group; by name, as FSDP1's would take long to import.
-_WRAPPERS = (DistributedDataParallel.__name__, "FullyShardedDataParallel")
+#: A class that trains a model as one over its process_group, beside DDP; by name, as it would take long to import.
+_FSDP1 = "FullyShardedDataParallel"
 
 
 @torch.compiler.disable
@@ -24,7 +24,9 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     It comes after the step, which may run the forwards itself (Lightning, LBFGS).
     """
     layers = [layer for layer in routed(living(MoeMlp)) if layer.router.balancing_bias is not None]
-    layers = [layer for layer in trained_layers(optimizer, layers) if layer.router.balancing_bias.load is not None]
+    layers = [
+        layer for layer in routed(trained_layers(optimizer, layers)) if layer.router.balancing_bias.load is not None
+    ]
     # Without a choice there is nothing to do, as in an optimizer that works by one that has done it.
     if not layers or is_skipped(optimizer):
         return
@@ -54,7 +56,7 @@ def _by_group(layers: list[Any]) -> list[tuple[tuple[Any, ...], list[BalancingBi
 def _groups_of(layer: Any) -> tuple[Any, ...]:
     """The process groups over which a layer is trained as one; none if this process trains it alone.
 
-    They are those that the user named, the mesh's (FSDP2), or those of the DistributedDataParallel around it.
+    They are the user's, who named them, the mesh's (FSDP2), or the group of the DistributedDataParallel around it.
     """
     bias: BalancingBias = layer.router.balancing_bias
     if bias.process_groups is None and is_distributed():
@@ -63,14 +65,18 @@ def _groups_of(layer: Any) -> tuple[Any, ...]:
 
 
 def _mesh_groups(layer: Any) -> tuple[Any, ...]:
-    """The groups of the mesh over which a layer's router is spread."""
-    meshes = [parameter.device_mesh for parameter in layer.router.parameters() if hasattr(parameter, "device_mesh")]
-    return tuple(meshes[0].get_all_groups()) if meshes else ()
+    """The groups of the mesh over which a layer's router is spread, or else its experts."""
+    parameters = (*layer.router.parameters(), *layer.parameters())
+    meshes = (parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh"))
+    mesh = next(meshes, None)
+    return () if mesh is None else tuple(mesh.get_all_groups())
 
 
 def _wrapper_groups(layer: Any) -> tuple[Any, ...]:
     """The group of a wrapper around a layer. A layer knows no wrapper, so this looks at all objects of the process."""
     for each in gc.get_objects():
-        if type(each).__name__ in _WRAPPERS and any(module is layer for module in each.modules()):
+        kind = type(each)  # isinstance would ask objects that import something when they are asked
+        is_wrapper = issubclass(kind, DistributedDataParallel) or kind.__name__ == _FSDP1
+        if is_wrapper and any(module is layer for module in each.modules()):
             return (each.process_group,)
     return ()

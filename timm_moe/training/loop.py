@@ -6,6 +6,7 @@ An integration consists of these three calls: see :mod:`timm_moe.integrations.tr
 
 import logging
 import math
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -101,7 +102,7 @@ def expert_statistics(model: nn.Module, averaging: ExpertWeightAveraging | None 
     the capacities, ``.../load_max`` the fraction of all choices that fell on the most chosen expert.
     """
     numbers: dict[str, float] = {}
-    layers = moe_layers(model)
+    layers: dict[str, Any] = dict(moe_layers(model))
     for path, summary in current_summaries(layers).items():
         layers[path].router.totals.is_complete = True
         numbers |= {f"router/{path}/{name}_loss": value for name, value in summary.losses.items()}

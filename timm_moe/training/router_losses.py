@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..convert.blocks import moe_layers, unwrapped
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import find, living
-from ..layers.router_totals import KEPT, RouterTotals, RoutingSummary
+from ..layers.router_totals import KEPT, ForwardStatistics, RouterTotals, RoutingSummary
 from .optimizers import is_first_time, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def routed_layers(model: nn.Module) -> list[Any]:
 
 
 def routed(layers: Iterable[MoeMlp]) -> list[Any]:
-    """Those of some layers whose routers have losses."""
+    """Select the layers whose routers have losses."""
     return [layer for layer in layers if isinstance(layer.router, RecordingRouter)]
 
 
@@ -93,13 +93,13 @@ def gathering(task: nn.Module) -> Iterator[list[Any]]:
 
 
 def drop_losses(layers: list[Any]) -> None:
-    """Drop the losses that wait in layers, as those of a batch that is left out."""
+    """Drop the losses that wait in layers, as for a batch that is left out."""
     for layer in layers:
         layer.router.drop()
 
 
 def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMlp]) -> None:
-    """Begin anew in the layers that an optimizer trains as it steps; see to it that in others nothing piles up.
+    """Clear the layers that an optimizer trains as it steps; see to it that in others nothing piles up.
 
     Raises:
         RuntimeError: if losses of routers that it trains wait.
@@ -128,21 +128,17 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
 # --- the statistics
 
 
-def _keep_statistics(taken: list[tuple[MoeMlp, RouterRecord]]) -> None:
+def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
     """Add records to the totals of their layers."""
     records = [record for _, record in taken]
-    # Copies, of all layers at once: the outputs of a CUDA graph are written anew in the next step.
+    # Copies, of all layers at once: the outputs of a CUDA graph are overwritten by the next step.
     loads = iter(_copies([record.load_GE for record in records]))
     numbers = iter(_copies([number for record in records for number in record.checked()]))
     for layer, record in taken:
-        kept = record._replace(
-            weighted_loss=None,
-            load_GE=next(loads),
-            losses={name: next(numbers) for name in record.losses},
-            gate_sum=None if record.gate_sum is None else next(numbers),
-        )
+        checked = [next(numbers) for _ in record.checked()]
+        losses = dict(zip(record.losses, checked, strict=True)) if record.losses else {}
         totals: RouterTotals = layer.router.totals
-        totals.add(kept)
+        totals.add(ForwardStatistics(losses, next(loads), record.capacity, checked))
         if totals.forwards % KEPT == 0:
             _warn_of_not_finite(layer)
 
@@ -182,7 +178,7 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
 
 
 def _recorded(layers: dict[str, MoeMlp]) -> dict[str, Any]:
-    """Those of some layers that have statistics."""
+    """Select the layers that have statistics."""
     return {
         name: layer
         for name, layer in layers.items()

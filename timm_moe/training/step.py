@@ -1,8 +1,8 @@
-"""What the package does around every optimizer step of the process: all of it begins in :func:`before_step`.
+"""Hooks around every optimizer step of the process: all of it begins in :func:`before_step`.
 
 ========  ==============================================================================================
 before    experts that the optimizer does not know, or whose state is a dense model's, are refused
-          router losses that nobody added are refused; else the routers begin anew
+          router losses that nobody added are refused; else the routers are cleared
           experts that have a share rate and nothing averages are told of
 after     the experts are averaged, see :mod:`timm_moe.training.averaging`
           balancing biases move by the choices since the last step

@@ -122,18 +122,17 @@ def average_kept_(
                     kept[id(weights)] = (weights, rate)
             if "x0" in state:
                 groups = (group for group in optimizer.param_groups if any(p is stacked for p in group["params"]))
-                eps = next(groups)["eps"]
-                _average_start_(state, eps, lambda z, rate=rate: average_all_([(z, rate)]))
+                z = _target(state, next(groups)["eps"])
+                averaged = z.clone()
+                average_all_([(averaged, rate)])
+                state["x0"] += averaged - z
     average_all_(kept.values())
 
 
-def _average_start_(state: dict[str, Tensor], eps: float, average_: Callable[[Tensor], None]) -> None:
-    """Average what MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
+def _target(state: dict[str, Tensor], eps: float) -> Tensor:
+    """Compute what MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
 
     The size is each expert's own, so that the mean of z stays only if z itself is averaged: the start moves by as much
     as z. (Without momentum the start follows from the parameter.)
     """
-    z = state["x0"] - state["s"] / (state["grad_sum_sq"].pow(1 / 3) + eps)
-    averaged = z.clone()
-    average_(averaged)
-    state["x0"] += averaged - z
+    return state["x0"] - state["s"] / (state["grad_sum_sq"].pow(1 / 3) + eps)
