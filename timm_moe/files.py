@@ -24,8 +24,6 @@ try:
 except ModuleNotFoundError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-#: Bytes of a config, a log or a table.
-_LONGEST_TEXT = 2**26
 _PARTIAL, _LOCK = ".timm_moe.partial", ".timm_moe.lock"
 
 
@@ -62,10 +60,8 @@ def require_file(file: Path, folder: Path | None = None) -> Path:
 
 
 def read_text(file: Path) -> str:
-    """Read a file of text; raise OSError if it is none, ValueError if it is longer than any of its kind."""
-    if require_file(file).stat().st_size > _LONGEST_TEXT:
-        raise ValueError(f"{file} is too long: it has more than {_LONGEST_TEXT:,} bytes.")
-    return file.read_text(encoding="utf-8")
+    """Read a file of text; raise OSError if it is a pipe or a device."""
+    return require_file(file).read_text(encoding="utf-8")
 
 
 def _places(folder: Path, target: Path) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..files import check_writable, written_whole
 from ..info import weightless_model
 from ..models.registration import vmoe_variants
+from .layouts import require_kinds
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
@@ -111,7 +112,7 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def require_fit(state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, Any], family: str) -> None:
-    """Raise ValueError unless tensors have the names and shapes of a model's."""
+    """Raise ValueError unless tensors have the names, shapes and kinds of a model's."""
     expected = weightless_model(name, **kwargs).state_dict()
     for key in sorted(expected.keys() ^ state_dict.keys()):
         reason = "is missing from the checkpoint" if key in expected else f"has no place in a {family}"
@@ -120,6 +121,7 @@ def require_fit(state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, A
         if state_dict[key].shape != tensor.shape:
             found = f"{key} should be {tuple(tensor.shape)}, it is {tuple(state_dict[key].shape)}"
             raise ValueError(f"The checkpoint fits no {family}: {found}.")
+    require_kinds(state_dict, expected, "The checkpoint")
 
 
 def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

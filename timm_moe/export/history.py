@@ -11,7 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..checkpoints.source import folder_of, read_checkpoint
+from ..checkpoints.reading import read_checkpoint
+from ..checkpoints.source import folder_of
 from ..checkpoints.stated import SOURCE_PREFIXES, args_of_train_py
 from ..console import describe
 from ..convert.blocks import moe_layers
