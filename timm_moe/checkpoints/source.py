@@ -18,14 +18,17 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ..console import describe
-from ..convert.blocks import moe_layers, unwrapped
+from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
+from ..convert.dense import require_weights
 from ..info import check_registered, weightless
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
+    is_of_timm,
     preprocessing,
     set_pretrained_cfg,
     state_preprocessing,
+    timm_model_in,
 )
 from ..quick_init import quick_init
 from .layouts import require_kinds, weights_in, without_wrapper
@@ -90,6 +93,12 @@ class Origin:
     epoch: Any = None
     metric: Any = None  #: that train.py measured at this epoch
     ema: bool = False  #: whether these are the EMA weights
+    recorded: Any = None  #: what an export has written of the training to the folder's config.json
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file, whose model has a config of timm's other weights or none."""
+        return self.folder is None and not self.place.startswith("hf-hub:")
 
 
 def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
@@ -115,10 +124,13 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     """
     spec = spec or ModelSpec()
     if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
-        name = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
-        _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
+        _warn_of_one_kind(f"This {type(source).__name__}" if isinstance(source, nn.Module) else str(source))
     if isinstance(source, nn.Module):
-        return _with_preprocessing(source, spec) if spec.preprocessing else source
+        if not spec.preprocessing:
+            return source
+        model = copy.copy(unwrapped(source))  # with the same weights and another config
+        state_preprocessing(model, spec.preprocessing)
+        return model
     name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
     if name.startswith(SOURCE_PREFIXES):
         return _load_folder(name, spec)
@@ -137,11 +149,33 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
     return path if path.is_dir() else None
 
 
-def _with_preprocessing(model: nn.Module, spec: ModelSpec) -> nn.Module:
-    """Return a model with the same weights and another config."""
-    model = copy.copy(unwrapped(model))
-    state_preprocessing(model, spec.preprocessing)
+def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
+    """Copy a model in memory, except for its tensors, without its wrappers; of its training nothing is known.
+
+    Args:
+        model: of any library; of transformers' wrappers of timm models the inner one is taken.
+        spec: the user's statements about it.
+        use_ema: has no effect but a warning.
+
+    Raises:
+        ValueError: if its weights are not all here, or something is stated that only models of timm have.
+    """
+    model = unwrapped(model)
+    require_weights(model)
+    model = timm_model_in(copy_sharing_tensors(model))
+    vars(model).pop("origin", None)
+    if not is_of_timm(model) and (use_ema or spec not in (None, ModelSpec())):
+        name = "use_ema" if use_ema else "spec"
+        raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
+    if use_ema:
+        _warn_of_one_kind(f"This {type(model).__name__}")
+    if spec is not None:
+        state_preprocessing(model, spec.preprocessing)
     return model
+
+
+def _warn_of_one_kind(name: str) -> None:
+    _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
 
 
 # --- files
@@ -151,7 +185,8 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     weights = weights_in(checkpoint, path, use_ema)
     with _train_args_of(path):
-        train_args = args_of_train_py(checkpoint) or ({} if spec.name else args_of_import(path))
+        trained = args_of_train_py(checkpoint)
+        train_args = trained or ({} if spec.name else args_of_import(path))
     name = spec.name or _stated_name(train_args, path)
     blueprint, weights, missing = _first_fitting(name, _describe_file(name, train_args, spec, path), weights, path)
     # A dense checkpoint has no routers: they stay as drawn.
@@ -166,8 +201,13 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     # Class names may belong to the folder or repository that training started from.
     cfg = get_pretrained_cfg(model)
     set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
-    epoch, metric = checkpoint.get("epoch"), checkpoint.get("metric")
-    model.origin = Origin(str(path), None, train_args, epoch, metric, use_ema)  # type: ignore[assignment]
+    model.origin = Origin(  # type: ignore[assignment]
+        str(path),
+        train_args=trained,
+        epoch=checkpoint.get("epoch"),
+        metric=checkpoint.get("metric"),
+        ema=use_ema,
+    )
     return model
 
 
@@ -264,7 +304,8 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     described = blueprint.pretrained_cfg or {}
     origins = {key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)}
     _prepare(model, spec, origins, name, blueprint.architecture)
-    model.origin = Origin(name.removeprefix("local-dir:"), folder_of(name))  # type: ignore[assignment]
+    place = name.removeprefix("local-dir:")
+    model.origin = Origin(place, folder_of(name), recorded=blueprint.recorded)  # type: ignore[assignment]
     return model
 
 

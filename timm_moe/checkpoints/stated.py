@@ -28,6 +28,8 @@ from ..models.mixin import constructor_arguments
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
+#: Entry of config.json that holds the history of weights, with their digest: transformers keeps it beside others.
+ENTRY = "timm_moe"
 #: Options that entrypoints handle themselves.
 _ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps")
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
@@ -47,6 +49,7 @@ class Blueprint:
     architecture: str  #: registered name, perhaps with a tag
     args: dict[str, Any] = field(default_factory=dict)  #: for its constructor; None leaves one to timm
     pretrained_cfg: dict[str, Any] | None = None  #: timm's config of the weights; by default the registered one
+    recorded: Any = None  #: what an export has written of the training, for its own reading
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
@@ -60,7 +63,7 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     check_arguments(architecture, args, "config.json")
     cfg = _pretrained_cfg(config, args.get("num_classes"))
     args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
-    return Blueprint(architecture, args, cfg)
+    return Blueprint(architecture, args, cfg, recorded=config.get(ENTRY))
 
 
 def _refuse_constant(text: str) -> None:
