@@ -1,7 +1,6 @@
 """The pretrained config that timm keeps on a model: origin of the weights, input size, preprocessing."""
 
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -105,15 +104,9 @@ def is_of_timm(model: nn.Module) -> bool:
     return hasattr(model, "pretrained_cfg")
 
 
-def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model has transformers' ``save_pretrained``, without importing transformers."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
 def timm_model_in(model: Any) -> nn.Module:
     """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
-    if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
+    if getattr(getattr(model, "config", None), "model_type", None) != "timm_wrapper":
         return model
     inner, config = copy.copy(model.timm_model), model.config
     # The wrapper creates its model without the config of the weights, which it keeps itself.

@@ -4,7 +4,6 @@ The four steps are to read the file (``reading``, ``layouts``), to describe its 
 without memory for its weights to compare those of the file, and to load them.
 """
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -115,7 +114,8 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
         use_ema: take the EMA weights of a train.py checkpoint; other sources have one kind of weights, with a warning.
 
     Returns:
-        The model itself, or, of a source that is no model, a new one with its :class:`Origin` as ``origin``.
+        The model itself, or its :func:`own_copy` with the preprocessing that is stated. Of another source, a new model
+        with its :class:`Origin` as ``origin``.
 
     Raises:
         FileNotFoundError: if the source does not exist.
@@ -126,11 +126,7 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
         _warn_of_one_kind(f"This {type(source).__name__}" if isinstance(source, nn.Module) else str(source))
     if isinstance(source, nn.Module):
-        if not spec.preprocessing:
-            return source
-        model = copy.copy(unwrapped(source))  # with the same weights and another config
-        state_preprocessing(model, spec.preprocessing)
-        return model
+        return own_copy(source, spec) if spec.preprocessing else source
     name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
     if name.startswith(SOURCE_PREFIXES):
         return _load_folder(name, spec)
@@ -162,7 +158,8 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
     """
     model = unwrapped(model)
     require_weights(model)
-    model = timm_model_in(copy_sharing_tensors(model))
+    model = copy_sharing_tensors(model)
+    model = timm_model_in(model)
     vars(model).pop("origin", None)
     if not is_of_timm(model) and (use_ema or spec not in (None, ModelSpec())):
         name = "use_ema" if use_ema else "spec"

@@ -55,7 +55,7 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         tags=["image-classification", "timm"],
         task="image-classification" if model.num_classes else "image-feature-extraction",
         license=cfg.get("license"),
-        experts=Experts.of(model) if moe_layers(model) else None,
+        experts=Experts.of(model),
     )
 
 

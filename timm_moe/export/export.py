@@ -14,7 +14,7 @@ from ..convert.dense import to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from .formats import FILES, Format, architecture_of, layout_of
-from .history import Experts, History, history_of
+from .history import history_of
 from .options import ModelOptions
 from .outputs import compare, inputs_for, source_outputs
 
@@ -92,7 +92,7 @@ def export_dense(
     """
     settings = ModelOptions(**options)
     target = check_target(output_dir, overwrite, source)
-    layout = described(opened(source, settings), settings, method, allow_nonfinite)
+    layout = opened(source, settings, method, allow_nonfinite)
     written = write_dense(layout, target, settings, method, svd_ratio, overwrite, allow_nonfinite)
     architecture, size = architecture_of(written.model), parameters(written.model)
     return Export(target, architecture, size, written.largest_difference, written.exact, layout.library)
@@ -126,7 +126,7 @@ def export_moe(
     """
     settings = ModelOptions(**options, model_args=model_args)
     target = check_target(output_dir, overwrite, source)
-    layout = described_moe(opened(source, settings), settings, allow_nonfinite)
+    layout = opened(source, settings, None, allow_nonfinite)
     write_moe(layout, target, settings, overwrite, allow_nonfinite)
     return target
 
@@ -151,38 +151,33 @@ def check_target(output_dir: str | Path, overwrite: bool, source: nn.Module | st
 # --- load and describe
 
 
-def opened(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Module:
-    """Load a source, or copy a model in memory; the exporter's own model, without wrappers, is returned."""
+def opened(
+    source: nn.Module | str | Path, settings: ModelOptions, method: str | None = None, allow_nonfinite: bool = False
+) -> Format:
+    """Load a source, or copy a model in memory, and describe it; see :func:`described`."""
     if isinstance(source, nn.Module):
-        return own_copy(source, settings.spec, settings.use_ema)
-    _logger.info("Loading %s ...", source)
-    return load_source(source, settings.spec, settings.use_ema)
+        model = own_copy(source, settings.spec, settings.use_ema)
+    else:
+        _logger.info("Loading %s ...", source)
+        model = load_source(source, settings.spec, settings.use_ema)
+    return described(model, settings, method, allow_nonfinite)
 
 
 def described(
     model: nn.Module, settings: ModelOptions, method: str | None = None, allow_nonfinite: bool = False
 ) -> Format:
-    """Check a model and describe it for export by a method, or with its experts if the method is None.
+    """Check the exporter's own model and describe it for export by a method, or with its experts if that is None.
 
-    The layout is the only one to hold the model, so that it is freed once it is written.
+    The layout is to be the only one to hold the model, so that it is freed once it is written.
     """
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
     if not allow_nonfinite:
         require_finite_weights(model)
-    return layout_of(model, settings, _history(model, settings, method), method)
-
-
-def described_moe(model: nn.Module, settings: ModelOptions, allow_nonfinite: bool = False) -> Format:
-    """Check and describe a model for export with its experts, which it must have, under a registered name."""
-    if not moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not is_registered_here(architecture_of(model)):
-        raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
-            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
-        )
-    return described(model, settings, None, allow_nonfinite)
+    history = history_of(model, method)
+    if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
+        history = replace(history, metrics={})  # of another function
+    return layout_of(model, settings, history, method)
 
 
 def require_finite_weights(model: nn.Module) -> None:
@@ -190,16 +185,6 @@ def require_finite_weights(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and not tensor.isfinite().all():
             raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it.")
-
-
-def _history(model: nn.Module, settings: ModelOptions, method: str | None) -> History:
-    """Return the history of a loaded model that is written by a method."""
-    history = history_of(model)
-    if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
-        history = replace(history, metrics={})  # of another function
-    if method is not None and moe_layers(model):
-        history = replace(history, experts=Experts.of(model), method=method)
-    return history
 
 
 # --- make dense; write, verify and publish
@@ -224,9 +209,22 @@ def write_dense(
     overwrite: bool = False,
     allow_nonfinite: bool = False,
 ) -> Written:
-    """Make a described model dense and write it; see :func:`export_dense`."""
+    """Make a described model dense and write it; see :func:`export_dense`.
+
+    Its outputs must be the expert model's if the dense one computes the same function, else the dense one's.
+    """
     inputs = inputs_for(layout, settings.example_inputs)
-    expected, exact = _make_dense(layout.model, inputs, method, svd_ratio, allow_nonfinite)
+    layers = moe_layers(layout.model)
+    exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
+    if layers and not exact:
+        _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
+    expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
+    if layers or method != "average":
+        _logger.info("Making one network of the experts and checking the result ...")
+        del layers  # each layer goes before the next network is made
+        to_dense_(layout.model, method, svd_ratio)
+    if not exact:
+        expected = source_outputs(layout.model, inputs, allow_nonfinite)
     return _write(layout, inputs, expected, exact, target, overwrite)
 
 
@@ -234,31 +232,20 @@ def write_moe(
     layout: Format, target: Path, settings: ModelOptions, overwrite: bool = False, allow_nonfinite: bool = False
 ) -> Written:
     """Write a described model with its experts; see :func:`export_moe`."""
+    _require_registered_experts(layout.model)
     inputs = inputs_for(layout, settings.example_inputs)
     expected = source_outputs(layout.model, inputs, allow_nonfinite)
     return _write(layout, inputs, expected, True, target, overwrite)
 
 
-def _make_dense(
-    model: nn.Module, inputs: Any, method: str, svd_ratio: float | None, allow_nonfinite: bool
-) -> tuple[Any, bool]:
-    """Replace the experts of each layer by one network; return the outputs that the export must give.
-
-    They are the expert model's if the dense one computes the same function, as the second value says, else the dense
-    one's.
-    """
-    layers = moe_layers(model)
-    exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
-    if layers and not exact:
-        _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
-    expected = source_outputs(model, inputs, allow_nonfinite) if exact else None
-    if layers or method != "average":
-        _logger.info("Making one network of the experts and checking the result ...")
-        del layers  # each layer goes before the next network is made
-        to_dense_(model, method, svd_ratio)
-    if not exact:
-        expected = source_outputs(model, inputs, allow_nonfinite)
-    return expected, exact
+def _require_registered_experts(model: nn.Module) -> None:
+    if not moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+    if not is_registered_here(architecture_of(model)):
+        raise ValueError(
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
+            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
+        )
 
 
 def _write(layout: Format, inputs: Any, expected: Any, exact: bool, target: Path, overwrite: bool) -> Written:

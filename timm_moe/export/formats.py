@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,12 @@ from ..checkpoints.stated import ENTRY
 from ..model_config import (
     get_pretrained_cfg,
     is_of_timm,
-    is_of_transformers,
     model_input_size,
     set_pretrained_cfg,
 )
 from ..quick_init import quick_init
 from .history import History, digest
-from .options import ModelOptions, checked_labels
+from .options import ModelOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ def layout_of(model: nn.Module, settings: ModelOptions, history: History, method
         return StateDictFormat(model, history, entries)
     config: Any = model.config
     if settings.label_names is not None:
-        names = checked_labels(config.num_labels, settings.label_names)["label_names"]
+        names = _checked_labels(config.num_labels, settings.label_names)["label_names"]
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     return TransformersFormat(model, history, entries)
@@ -183,7 +182,7 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     if settings.label_names is not None:
         if class_map := getattr(model, "args_of_images", {}).get("class_map"):
             _logger.warning(f"The model was trained with the class map {class_map!r}: names must be in its order.")
-        return checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
+        return _checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
     cfg = get_pretrained_cfg(model)
@@ -193,10 +192,33 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     if isinstance(names, dict):  # by number
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
     try:
-        return checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
+        return _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
+
+
+def _checked_labels(
+    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the entries of config.json for class names; raise ValueError if they do not fit the number of classes."""
+    names = [label_names] if isinstance(label_names, str) else list(label_names)
+    if len(names) != num_classes:
+        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a class must be a text, got {name!r}.")
+    descriptions = dict(label_descriptions or {})
+    for name, text in descriptions.items():
+        if name not in names or not isinstance(text, str):
+            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model has transformers' ``save_pretrained``, without importing transformers."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def architecture_of(model: nn.Module) -> str:

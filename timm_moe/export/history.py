@@ -4,7 +4,7 @@ import csv
 import hashlib
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -87,8 +87,11 @@ class Experts:
     fused: bool = False  # whether learned weights fuse the experts
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Experts":
+    def of(cls, model: nn.Module) -> "Experts | None":
+        """Describe the experts of a model; None if it has none."""
         layers = list(moe_layers(model).values())
+        if not layers:
+            return None
         return cls(
             model=get_pretrained_cfg(model).get("architecture", type(model).__name__),
             layers=len(layers),
@@ -128,20 +131,29 @@ def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool
     return History() if isinstance(source, nn.Module) else history_of(model)
 
 
-def history_of(model: nn.Module) -> History:
+def history_of(model: nn.Module, method: str | None = None) -> History:
     """Find the history of a loaded model.
 
     All of it is known if train.py wrote the file, or if the folder was exported from such a file. Nothing is known of a
     model without an ``origin``.
+
+    Args:
+        model: the loaded model.
+        method: by which one network is going to be made of its experts, if it has any.
     """
-    origin: Any = getattr(model, "origin", None)
+    history = _history_of(getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id"))
+    experts = None if method is None else Experts.of(model)
+    return history if experts is None else replace(history, experts=experts, method=method)
+
+
+def _history_of(origin: Origin | None, pretrained: str | None) -> History:
     if origin is None:
         return History()
     if origin.folder is not None:
         return recorded_history(origin) or History(public(origin.folder.absolute()))
     if "model" not in origin.train_args:
         return History(public(origin.place), ema=origin.ema)
-    return _history_of_run(origin, get_pretrained_cfg(model).get("hf_hub_id"))
+    return _history_of_run(origin, pretrained)
 
 
 def recorded_history(origin: Origin) -> History | None:

@@ -30,7 +30,6 @@ from .export import (
     ADAPTERS,
     Written,
     described,
-    described_moe,
     opened,
     require_finite_weights,
     write_dense,
@@ -120,7 +119,7 @@ def push_dense(
             return _publish_dense(layout, method, svd_ratio, settings, api)
     if folder is not None:
         _require_own_files(folder)
-    return _publish_dense(described(opened(source, settings), settings, method), method, svd_ratio, settings, api)
+    return _publish_dense(opened(source, settings, method), method, svd_ratio, settings, api)
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -144,7 +143,7 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
             if moe_layers(model):
                 return _publish_copy(copy, model, settings, api)
         raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
-    layout = described_moe(opened(source, settings), settings)
+    layout = opened(source, settings)
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         return _publish_written(made, write_moe(layout, made, settings), settings, api)
