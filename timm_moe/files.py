@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import timm
 import torch
 
+from .console import describe
 from .version import __version__
 
 try:
@@ -37,6 +38,17 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
     if file.exists() and not overwrite:
         raise FileExistsError(f"{file} exists; pass --overwrite (overwrite=True) to replace it.")
     _check_place(file)
+
+
+def check_apart(output: str | Path, sources: Iterable[Any]) -> None:
+    """Raise ValueError if a file to write is one that is read: a source itself, or a file in a source's folder."""
+    output = Path(output).resolve()
+    for source in sources:
+        if not isinstance(source, (str, Path)):
+            continue
+        read = Path(str(source).removeprefix("local-dir:")).resolve()
+        if output == read or (output.parent == read and output.exists()):
+            raise ValueError(f"{output} belongs to {source}, which is read: write elsewhere.")
 
 
 def require_file(file: Path, folder: Path | None = None) -> Path:
@@ -153,7 +165,10 @@ def written_whole(file: str | Path) -> Iterator[Path]:
         partial = folder / Path(file).name
         partial.touch()
         mode = partial.stat().st_mode
-        yield partial
+        try:
+            yield partial
+        except OSError as error:  # a full disk, which the system's own message does not name
+            raise type(error)(f"{file} could not be written: {describe(error)}") from error
         partial.chmod(mode)  # safetensors closes its files to other users
         os.replace(partial, Path(file).resolve())
 

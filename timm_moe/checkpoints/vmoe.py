@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -204,7 +205,10 @@ def write_imported(
     """Write weights with the model that they are of."""
     with written_whole(output) as partial:
         check_writable(output, overwrite)  # another process may have written it meanwhile
-        save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
+        try:
+            save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
+        except SafetensorError as error:  # of a full disk
+            raise OSError(f"{output} could not be written: {error}") from error
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
 

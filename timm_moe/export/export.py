@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..checkpoints.source import load_source, own_copy
 from ..convert.blocks import moe_layers
 from ..convert.dense import to_dense_
-from ..files import check_folder, holds_something, publish, staged
+from ..files import check_apart, check_folder, holds_something, publish, staged
 from ..info import is_registered_here, parameters
 from .formats import FILES, Format, architecture_of, layout_of
 from .history import history_of
@@ -138,10 +138,8 @@ def check_target(output_dir: str | Path, overwrite: bool, source: nn.Module | st
     if not str(output_dir):
         raise ValueError("The output must be a folder, got an empty name.")
     target = Path(output_dir)
-    if isinstance(source, (str, Path)):
-        read = Path(str(source).removeprefix("local-dir:")).resolve()
-        if read in (target.resolve(), *((target / name).resolve() for name in FILES)):
-            raise ValueError(f"{target} holds {source}, which is read: write to another folder.")
+    for file in (target, *(target / name for name in FILES)):
+        check_apart(file, [source])
     check_folder(target, FILES, overwrite=True)
     if not overwrite and holds_something(target):
         raise FileExistsError(f"{target} is not empty; pass --overwrite (overwrite=True) to replace its model.")

@@ -374,6 +374,8 @@ def _explained(error: Exception, settings: PushOptions | None, waited: float) ->
                 f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made whole or not at all, "
                 "so try again once the network is there."
             )
+        if isinstance(error, (AttributeError, LookupError, TypeError)):  # of the client, on an answer of another form
+            return ConnectionError(f"{hub} gave an answer that its client cannot read ({describe(error)}).")
         return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
     status = error.response.status_code
     where = "this" if settings is None else settings.repo_id
