@@ -111,15 +111,16 @@ def push_dense(
     settings = PushOptions(repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
     folder = folder_of(source)
-    if folder is not None and method == "average":
-        with _own_copy(folder, settings) as copy:
-            layout = described(_loaded(copy, folder), settings, method)
-            if not moe_layers(layout.model):
-                return _publish_copy(copy, layout.model, settings, api)
+    if folder is None or method != "average":
+        if folder is not None:
+            _require_own_files(folder)
+        layout = opened(source, settings, method)
+        return _publish_dense(layout, method, svd_ratio, settings, api)
+    with _own_copy(folder, settings) as copy:
+        layout = described(_loaded(copy, folder), settings, method)
+        if moe_layers(layout.model):
             return _publish_dense(layout, method, svd_ratio, settings, api)
-    if folder is not None:
-        _require_own_files(folder)
-    return _publish_dense(opened(source, settings, method), method, svd_ratio, settings, api)
+        return _publish_copy(copy, layout.model, settings, api)
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
