@@ -17,7 +17,6 @@ from typing import Any
 import timm
 import torch
 
-from .console import describe
 from .version import __version__
 
 try:
@@ -168,7 +167,7 @@ def written_whole(file: str | Path) -> Iterator[Path]:
         try:
             yield partial
         except OSError as error:  # a full disk, which the system's own message does not name
-            raise type(error)(f"{file} could not be written: {describe(error)}") from error
+            raise type(error)(f"{file} could not be written: {error.strerror or error}") from error
         partial.chmod(mode)  # safetensors closes its files to other users
         os.replace(partial, Path(file).resolve())
 
