@@ -71,7 +71,7 @@ def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if storage.data_ptr() in seen:
             continue
         seen.add(storage.data_ptr())
-        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (content.nbytes, zlib.crc32(content)) not in written:
             raise ValueError(f"{path} is damaged: {name} does not match its checksum.")
 
