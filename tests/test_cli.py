@@ -153,6 +153,29 @@ def test_usage_errors(capsys, arguments):
     assert "timm-moe" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["evaluate", "moe", "--data-dir", "images", "--json", ""], "--json"),
+        (["evaluate", "moe", "--data-dir", "images", "--ood-split", "test"], "--ood-split"),
+        (["evaluate", "a.pth", "--data-dir", "images", "--json", "a.pth", "--overwrite"], "a.pth"),
+        (["evaluate", "moe", "--data-dir", "images", "--json", "moe/config.json", "--overwrite"], "moe"),
+        (["routes", "moe", "out", "--data-dir", "images", "--threshold", "nan"], "--threshold"),
+        (["export", "a.pth", ""], "empty"),
+        (["export", "moe", "moe", "--overwrite"], "moe"),
+    ],
+)
+def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(tmp_path, monkeypatch, capsys, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images/validation/a").mkdir(parents=True)
+    (tmp_path / "moe").mkdir()
+    for file in ("a.pth", "moe/config.json"):
+        (tmp_path / file).write_text("what is read")
+    assert main(arguments) == 1
+    assert named in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "a.pth").read_text() == (tmp_path / "moe/config.json").read_text() == "what is read"
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

@@ -260,8 +260,8 @@ def test_the_second_export_is_refused_in_a_sentence(ewa_vit, tmp_path):
 def test_what_came_meanwhile_is_not_overwritten_unasked(ewa_vit, tmp_path, monkeypatch):
     check = timm_moe.export.export.check_target
 
-    def check_and_be_late(output_dir, overwrite):
-        target = check(output_dir, overwrite)
+    def check_and_be_late(*arguments):
+        target = check(*arguments)
         if not target.exists():
             write_pair(target, "of another process")
         return target

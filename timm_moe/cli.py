@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from .checkpoints.stated import SOURCE_PREFIXES
 from .console import PrintableFormatter, describe, show
 from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
-from .files import check_folder, check_writable, write_json
+from .files import check_apart, check_folder, check_writable, write_json
 from .model_config import get_pretrained_cfg, preprocessing
 from .models.registered import is_named_after_stock, is_registered_here, registered_models
 from .rivals import sampled_members
@@ -137,8 +138,7 @@ def _loading(args: argparse.Namespace) -> dict[str, Any]:
 def _evaluate(args: argparse.Namespace) -> None:
     from .analysis.evaluation import evaluate, table  # needs torchmetrics
 
-    if args.json:
-        check_writable(args.json, args.overwrite)
+    _check_json(args)
     images, ood_images = _images(args)
     members: dict[str, Any] = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
     result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
@@ -147,8 +147,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _fewshot(args: argparse.Namespace) -> None:
-    if args.json:
-        check_writable(args.json, args.overwrite)
+    _check_json(args)
     folders = [
         Folder(folder, *(image_folder(folder, split, args.class_map) for split in (args.train_split, args.split)))
         for folder in args.data_dir
@@ -184,6 +183,8 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
 
 def _routes(args: argparse.Namespace) -> None:
     check_folder(args.output_dir, ROUTES_FILES, args.overwrite)
+    if not math.isfinite(args.threshold):
+        raise ValueError(f"--threshold must be a number, got {args.threshold}.")
     loading, settings = _loading(args), _settings(args)
     if args.segmentation is not None:
         all_routes = _routes_of_patches(args, **loading)
@@ -234,9 +235,20 @@ def _report(args: argparse.Namespace) -> None:
 
 def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None]:
     """Return the images to run on, and images of other classes or None."""
+    if args.ood_split is not None and not args.ood_data_dir:
+        raise ValueError("--ood-split is a split of --ood-data-dir: name that too.")
     ood_split = args.split if args.ood_split is None else args.ood_split
     ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
+
+
+def _check_json(args: argparse.Namespace) -> None:
+    """Raise OSError or ValueError if the numbers cannot be written, or would replace what is read."""
+    if args.json is not None:
+        if not args.json:
+            raise ValueError("--json takes the name of a file, got an empty one.")
+        check_writable(args.json, args.overwrite)
+        check_apart(args.json, [*args.sources, args.class_map])
 
 
 def _write_result(args: argparse.Namespace, **result: Any) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ try:
 except ModuleNotFoundError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-#: Bytes of a config, a log or a table.
-_LONGEST_TEXT = 2**26
 _PARTIAL, _LOCK = ".timm_moe.partial", ".timm_moe.lock"
 
 
@@ -39,6 +37,17 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
     if file.exists() and not overwrite:
         raise FileExistsError(f"{file} exists; pass --overwrite (overwrite=True) to replace it.")
     _check_place(file)
+
+
+def check_apart(output: str | Path, sources: Iterable[Any]) -> None:
+    """Raise ValueError if a file to write is one that is read: a source itself, or a file in a source's folder."""
+    output = Path(output).resolve()
+    for source in sources:
+        if not isinstance(source, (str, Path)):
+            continue
+        read = Path(str(source).removeprefix("local-dir:")).resolve()
+        if output == read or (output.parent == read and output.exists()):
+            raise ValueError(f"{output} belongs to {source}, which is read: write elsewhere.")
 
 
 def require_file(file: Path, folder: Path | None = None) -> Path:
@@ -62,10 +71,8 @@ def require_file(file: Path, folder: Path | None = None) -> Path:
 
 
 def read_text(file: Path) -> str:
-    """Read a file of text; raise OSError if it is none, ValueError if it is longer than any of its kind."""
-    if require_file(file).stat().st_size > _LONGEST_TEXT:
-        raise ValueError(f"{file} is too long: it has more than {_LONGEST_TEXT:,} bytes.")
-    return file.read_text(encoding="utf-8")
+    """Read a file of text; raise OSError if it is a pipe or a device."""
+    return require_file(file).read_text(encoding="utf-8")
 
 
 def _places(folder: Path, target: Path) -> Iterator[Path]:
@@ -157,7 +164,10 @@ def written_whole(file: str | Path) -> Iterator[Path]:
         partial = folder / Path(file).name
         partial.touch()
         mode = partial.stat().st_mode
-        yield partial
+        try:
+            yield partial
+        except OSError as error:  # a full disk, which the system's own message does not name
+            raise type(error)(f"{file} could not be written: {error.strerror or error}") from error
         partial.chmod(mode)  # safetensors closes its files to other users
         os.replace(partial, Path(file).resolve())
 

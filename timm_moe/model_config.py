@@ -1,5 +1,6 @@
 """The pretrained config that timm keeps on a model: origin of the weights, input size, preprocessing."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,6 +97,25 @@ def preprocessing(model: nn.Module) -> dict[str, Any]:
     config = resolve_data_config({}, model=model)
     moments = {name: tuple(config[name]) for name in ("mean", "std")}
     return {**config, **moments, "input_size": model_input_size(model)}
+
+
+def is_of_timm(model: nn.Module) -> bool:
+    """Return whether ``timm.create_model`` made a model."""
+    return hasattr(model, "pretrained_cfg")
+
+
+def timm_model_in(model: Any) -> nn.Module:
+    """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
+    if getattr(getattr(model, "config", None), "model_type", None) != "timm_wrapper":
+        return model
+    inner, config = copy.copy(model.timm_model), model.config
+    # The wrapper creates its model without the config of the weights, which it keeps itself.
+    cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
+    names = list(config.id2label.values())
+    if inner.num_classes and names != [f"LABEL_{number}" for number in range(len(names))]:
+        cfg["label_names"] = names
+    set_pretrained_cfg(inner, cfg)
+    return inner
 
 
 def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:

@@ -34,21 +34,3 @@ class quick_init(TorchFunctionMode):
             with torch.no_grad():
                 return (args[0] if args else kwargs["tensor"]).zero_()
         return func(*args, **kwargs)
-
-
-class bounded_work(TorchFunctionMode):
-    """Within the block, raise ValueError after a number of calls of torch's functions; each part of a list counts.
-
-    A model has a few calls for each of its tensors.
-    """
-
-    def __init__(self, calls: int):
-        super().__init__()
-        self.left = calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.left -= 1 + (len(args[0]) if args and isinstance(args[0], (list, tuple)) else 0)
-        if self.left < 0 and isinstance(made, Tensor):  # the end of a no_grad block must not fail
-            raise ValueError("the sizes that are stated make a model of far more tensors than the weights have.")
-        return made

@@ -92,7 +92,7 @@ CHECKPOINTS = {
     "features": (kwargs(features_only=True), "features_only"),
     "a class": (kwargs(block_fn="os.system"), "block_fn"),
     "a nested value": (kwargs(patch_size={"x": [1]}), "patch_size"),
-    "a long text": (kwargs(norm_layer="x" * 9999), "norm_layer"),
+    "a long text": (kwargs(norm_layer="x" * 9999), "vit_tiny_moe cannot be created"),
     "no number": (kwargs(init_values=float("nan")), "init_values"),
     "repository": ({"model": "hf-hub:nobody/nothing"}, "--model hf-hub:"),
     "old prefix": ({"model": "hf_hub:nobody/nothing"}, "--model hf-hub:"),

@@ -18,7 +18,8 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from timm_moe.checkpoints.source import load_source, read_checkpoint
+from timm_moe.checkpoints.reading import read_checkpoint
+from timm_moe.checkpoints.source import load_source
 
 
 def vit():

@@ -244,10 +244,12 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
             lambda model: model.update({"layers.9999999999.blocks.0.x": torch.ones(1)}),
             "other names or shapes",
         ),
-        ("master", lambda model: model.update({"norm.bias": "text"}), "swin.pth.master has no weights under 'model'"),
+        ("master", lambda model: model.update({"norm.bias": "text"}), "swin.pth.master has no "),
         ("rank2", remove(EXPERT), "rank2 and .*rank0 are of different checkpoints"),
         ("rank1", lambda model: model.update({EXPERT: torch.ones(1, 128, 31)}), "rank1 and .* different checkpoints"),
         ("rank1", lambda model: model.update({"more": torch.ones(1)}), "rank1 and .* different checkpoints"),
+        ("rank1", lambda model: model.update({EXPERT: torch.ones(1, 1, 1).expand(1, 128, 32)}), "rank1 states more el"),
+        ("master", lambda model: model.update({"norm.bias": torch.ones(64, dtype=torch.bool)}), "holds norm.bias as"),
         ("rank3", lambda model: model[EXPERT].fill_(math.inf), "fc1.weight holds NaN or Inf"),
     ],
 )

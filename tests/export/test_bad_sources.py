@@ -59,6 +59,13 @@ def test_damaged_checkpoints(checkpoint, tmp_path, damage):
         timm_moe.export_dense(checkpoint, tmp_path / "vit")
 
 
+def flip(file, tensor):
+    """Flip a bit of a tensor in a file."""
+    content = bytearray(file.read_bytes())
+    content[content.index(tensor.numpy().tobytes()) + 10] ^= 1
+    file.write_bytes(content)
+
+
 class Code:
     def __reduce__(self):
         return os.system, ("touch it_ran",)
@@ -115,10 +122,8 @@ def test_truncated_files(checkpoint, ewa_vit, tmp_path, kind, kept):
 
 def test_weights_that_do_not_match_their_checksum(checkpoint, ewa_vit, tmp_path):
     """torch.load does not look at the checksums of a checkpoint."""
-    content, weights = bytearray(checkpoint.read_bytes()), ewa_vit.head.weight.detach().numpy().tobytes()
-    content[content.index(weights) + 10] ^= 1
-    checkpoint.write_bytes(content)
-    with pytest.raises(ValueError, match=r"is damaged: .*data/\d+ in it does not match its checksum"):
+    flip(checkpoint, ewa_vit.head.weight.detach())
+    with pytest.raises(ValueError, match=r"model_best\.pth\.tar is damaged: head\.weight"):
         timm_moe.export_dense(checkpoint, tmp_path / "vit")
     torch.serialization.set_crc32_options(False)
     try:
@@ -128,18 +133,45 @@ def test_weights_that_do_not_match_their_checksum(checkpoint, ewa_vit, tmp_path)
     timm_moe.export_dense(checkpoint, tmp_path / "vit", spec=SPEC)
 
 
-def test_sizes_that_the_file_cannot_hold(checkpoint, ewa_vit, tmp_path):
-    """Said before timm makes room for them."""
+def test_what_the_export_does_not_need_may_be_damaged(checkpoint, tmp_path):
+    """An optimizer's state is not read at all."""
     content = torch.load(checkpoint, weights_only=False)
-    for change in ({"num_classes": 10**15}, {"model_kwargs": {**OPTIONS, "depth": 10**9}}):
-        args = argparse.Namespace(**{**vars(content["args"]), **change})
-        torch.save({**content, "args": args}, tmp_path / "a.pth")
-        with pytest.raises(ValueError, match=r"states (num_classes=1e\+15|depth=1e\+09), too much for weights of"):
-            timm_moe.export_dense(tmp_path / "a.pth", tmp_path / "vit")
-    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
-    edit(tmp_path / "moe", lambda config: config["model_args"].update(img_size=[32, 10**12]))
-    with pytest.raises(ValueError, match=r"config.json states img_size=1e\+12, too much for weights of"):
-        timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
+    torch.save({**content, "optimizer": {"state": {0: {"exp_avg": torch.full((1000,), 0.7)}}}}, checkpoint)
+    expected = timm_moe.export_dense(checkpoint, tmp_path / "before").path / "model.safetensors"
+    flip(checkpoint, torch.full((1000,), 0.7))
+    exported = timm_moe.export_dense(checkpoint, tmp_path / "after").path / "model.safetensors"
+    assert exported.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize("tail", [b"PK\5\6", b"more", bytes(100)])
+def test_what_follows_a_checkpoint_does_not_switch_the_checksums_off(checkpoint, ewa_vit, tmp_path, tail):
+    """torch.load knows an archive by its first bytes, Python's zipfile by its last."""
+    flip(checkpoint, ewa_vit.head.weight.detach())
+    checkpoint.write_bytes(checkpoint.read_bytes() + tail)
+    with pytest.raises(ValueError, match=r"model_best\.pth\.tar is damaged"):
+        timm_moe.export_dense(checkpoint, tmp_path / "vit")
+
+
+def test_damaged_arguments_of_a_checkpoint(checkpoint, tmp_path):
+    """The pickle beside the tensors is verified too."""
+    checkpoint.write_bytes(checkpoint.read_bytes().replace(b"crop_pct", b"crop_pcs"))
+    with pytest.raises(ValueError, match=r"model_best\.pth\.tar is damaged"):
+        timm_moe.export_dense(checkpoint, tmp_path / "vit")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64])
+@pytest.mark.parametrize("kind", ["checkpoint", "folder"])
+def test_weights_of_another_kind(checkpoint, ewa_vit, tmp_path, kind, dtype):
+    weights = {**ewa_vit.state_dict(), "norm.weight": ewa_vit.norm.weight.detach().to(dtype)}
+    source = tmp_path / "moe"
+    if kind == "checkpoint":
+        source = checkpoint
+        torch.save({**torch.load(checkpoint, weights_only=False), "state_dict": weights}, checkpoint)
+    else:
+        save_for_hf(ewa_vit, str(source), model_args=OPTIONS, safe_serialization=False)
+        torch.save(weights, source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"norm\.weight as torch\."):
+        timm_moe.export_dense(source, tmp_path / "vit")
 
 
 def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):

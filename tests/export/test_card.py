@@ -202,6 +202,26 @@ WORDS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("start", "published"),
+    [
+        ("https://alice:hf_Secret@example.org/private/start.pth?token=hf_Secret#Secret", "start.pth"),
+        ("https://alice:hf_Secret@example.org", "example.org"),
+        ("hf-hub:/home/alice/start", "start"),
+        ("hf-hub:user/start@v1", "hf-hub:user/start@v1"),
+        ("C:\\Users\\alice\\start.pth", "start.pth"),
+    ],
+)
+def test_of_an_address_neither_its_user_nor_its_query_is_published(checkpoint, tmp_path, start, published):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].pretrained_cfg_overlay = {"url": start}
+    torch.save(content, tmp_path / "last.pth.tar")
+    folder = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe")
+    for text in (push_folder(folder, "user/vit", dry_run=True).card, (folder / "config.json").read_text()):
+        assert not re.search("alice|Secret", text)
+        assert published in text.replace("\\\\", "\\")
+
+
 def harmless(text):
     """Check each line outside of code: no HTML, no link, no character that does not print."""
     body = text.split("---\n", 2)[2]
@@ -348,3 +368,19 @@ def test_the_command_takes_what_export_takes(checkpoint, tmp_path, capsys):
         assert "| top-1 accuracy (%) | 12.5 |" in out
         assert "From `bare.pth`." in out
         assert "Stated by the publisher on digits." in out
+
+
+def test_a_strangers_way_to_code_is_not_published(strange, monkeypatch):
+    """transformers would run what ``auto_map`` names in the repository of the publisher."""
+    folder = strange(lambda config: config.update(auto_map={"AutoModel": "evil/repo--evil.Evil"}))
+    uploaded = {}
+
+    def commit(api, files, settings):
+        uploaded.update({name: file if isinstance(file, bytes) else file.read_bytes() for name, file in files.items()})
+        return None, None
+
+    monkeypatch.setattr("timm_moe.export.push._log_in", lambda settings: object())
+    monkeypatch.setattr("timm_moe.export.push._commit", commit)
+    push_folder(folder, "user/vit")
+    assert b"evil" not in b"".join(uploaded.values())
+    assert json.loads(uploaded["config.json"])["architecture"] == "vit_tiny_ewa_moe"

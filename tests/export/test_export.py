@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_moe
+from timm_moe.checkpoints import source as source_module
 from timm_moe.export import export as export_module
 from timm_moe.export import outputs as outputs_module
+from timm_moe.export.export import export_moe
 from timm_moe.model_config import records_arguments
 
 STOCK = """
@@ -177,6 +179,39 @@ def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=True)
     assert (tmp_path / "vit/model.safetensors").read_bytes() != before
     assert (tmp_path / "vit/notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe])
+def test_no_export_writes_onto_what_it_reads(ewa_vit, tmp_path, function):
+    """The experts would be gone."""
+    folder = export_moe(ewa_vit, tmp_path / "moe", model_args=OPTIONS)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (tmp_path / "link").symlink_to(folder)
+    for source in (folder, f"local-dir:{folder}", tmp_path / "link", folder / "model.safetensors"):
+        with pytest.raises(ValueError, match="which is read"):
+            function(source, folder, overwrite=True, spec=SPEC if "safetensors" in str(source) else None)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_checkpoint_is_read_once(checkpoint, tmp_path, monkeypatch):
+    """And its tensors are verified once, by an export and by a push."""
+    read, verified = [], []
+
+    def counted(name, calls):
+        function = getattr(source_module, name)
+
+        def call(*arguments):
+            calls.append(arguments[0])
+            return function(*arguments)
+
+        monkeypatch.setattr(source_module, name, call)
+
+    counted("read_checkpoint", read)
+    counted("require_intact", verified)
+    timm_moe.export_dense(checkpoint, tmp_path / "vit")
+    timm_moe.push_dense(checkpoint, "user/vit", dry_run=True)
+    export_moe(checkpoint, tmp_path / "moe")
+    assert read == verified == [checkpoint] * 3
 
 
 def test_a_new_model_never_stands_beside_another_ones_config(ewa_vit, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ PUSHES = {
 def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(stranger, home, monkeypatch, kind, push):
     LINKS[kind](stranger, home)
     monkeypatch.setattr(hub_module, "load_source", lambda *arguments: pytest.fail("it is read"))
-    monkeypatch.setattr(hub_module, "export_dense", lambda *arguments, **options: pytest.fail("it is read"))
+    monkeypatch.setattr(hub_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read"))
     with pytest.raises(ValueError, match=r"leads out of .*stranger") as caught:
         PUSHES[push](f"local-dir:{stranger}", "user/vit", dry_run=True)
     assert SECRET not in str(caught.value)

@@ -118,7 +118,7 @@ def _entry(path: str, leaf: Any, shard_count: int) -> _Entry:
 def tile(parts: Sequence[Slices], shape: Sequence[int]) -> bool:
     """Tell whether slices cover each element of an array of this shape exactly once."""
     for part in parts:
-        if len(part) != len(shape) or not all(type(a) is type(b) is int and 0 <= a < b for a, b in part):
+        if len(part) != len(shape) or not all(_is_range(*bounds) for bounds in part):
             return False
     if sum(map(_size, parts)) != math.prod(shape):  # before there is a mask of this size
         return False
@@ -160,9 +160,15 @@ def _slices(part: Any) -> Slices:
     """Return the bounds of a slice in each dimension; each is packed again, as [start, stop, step]."""
     packed = _unpack(part) if isinstance(part, bytes) else part
     bounds = [_unpack(bound) for bound in packed]
-    if any(step not in (None, 1) for _, _, step in bounds):
-        raise ValueError
+    for start, stop, step in bounds:
+        if not _is_range(start, stop) or step not in (None, 1):
+            raise ValueError
     return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def _is_range(start: Any, stop: Any) -> bool:
+    """Tell if bounds are those of a slice with elements; negative ones would hide how much an array needs."""
+    return type(start) is type(stop) is int and 0 <= start < stop
 
 
 def _inner(extension: Any, kind: int) -> Any:

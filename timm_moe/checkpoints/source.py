@@ -1,38 +1,37 @@
-"""Loading: a file, folder or repository becomes a model in memory."""
+"""Load: a file, folder or repository becomes a model in memory.
 
-import copy
+The four steps are to read the file (``reading``, ``layouts``), to describe its model (``stated``), to build it, first
+without memory for its weights to compare those of the file, and to load them.
+"""
+
 import logging
-import pickle
-import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors.torch import load_file
-from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from ..console import describe
-from ..convert.blocks import moe_layers, unwrapped
-from ..files import require_file
+from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
+from ..convert.dense import require_weights
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
+    is_of_timm,
     preprocessing,
     set_pretrained_cfg,
-    shown,
     state_preprocessing,
+    timm_model_in,
 )
 from ..models.registered import check_registered, weightless
-from ..quick_init import bounded_work, quick_init
-from .harmless import HARMLESS
+from ..quick_init import quick_init
+from .layouts import require_kinds, weights_in, without_wrapper
+from .reading import read_checkpoint, require_intact
 from .stated import (
     SOURCE_PREFIXES,
     Blueprint,
@@ -40,6 +39,7 @@ from .stated import (
     args_of_import,
     args_of_train_py,
     check_arguments,
+    model_arguments,
     read_config,
 )
 
@@ -48,10 +48,6 @@ _logger = logging.getLogger(__name__)
 #: Names of the weights in a folder in timm's layout, in order of preference; the first two are the Hub's.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 _WEIGHTS_END = (".safetensors", ".pth", ".bin")
-#: Prefixes that other frameworks put before the names of a model's weights.
-_WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model", "_orig_mod")
-#: In the names of averaged weights.
-_EMA = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema")
 _DEFAULT = "timm's default"
 #: Preprocessing that a guess would get wrong.
 _GUESSED = ("mean", "std", "crop_pct", "interpolation")
@@ -86,6 +82,24 @@ class ModelSpec:
         return {**({} if self.num_classes is None else {"num_classes": self.num_classes}), **self.kwargs}
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where loaded weights come from, and what their file says of the training; the loaded model's ``origin``."""
+
+    place: str  #: path of the file or folder, or ``hf-hub:`` name
+    folder: Path | None = None  #: the folder, if it is one
+    train_args: dict[str, Any] = field(default_factory=dict)  #: train.py's arguments
+    epoch: Any = None
+    metric: Any = None  #: that train.py measured at this epoch
+    ema: bool = False  #: whether these are the EMA weights
+    recorded: Any = None  #: what an export has written of the training to the folder's config.json
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file, whose model has a config of timm's other weights or none."""
+        return self.folder is None and not self.place.startswith("hf-hub:")
+
+
 def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
     """Load the model of a source, with the preprocessing of its training in its config.
 
@@ -99,6 +113,10 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
         spec: the user's statements about it.
         use_ema: take the EMA weights of a train.py checkpoint; other sources have one kind of weights, with a warning.
 
+    Returns:
+        The model itself, or its :func:`own_copy` with the preprocessing that is stated. Of another source, a new model
+        with its :class:`Origin` as ``origin``.
+
     Raises:
         FileNotFoundError: if the source does not exist.
         ValueError: if the file is damaged, runs code when it is read, does not name its model, states more than it may,
@@ -106,15 +124,9 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
     """
     spec = spec or ModelSpec()
     if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
-        name = f"This {type(source).__name__}" if isinstance(source, nn.Module) else source
-        _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
+        _warn_of_one_kind(f"This {type(source).__name__}" if isinstance(source, nn.Module) else str(source))
     if isinstance(source, nn.Module):
-        stated = spec.preprocessing
-        if not stated:
-            return source
-        model = copy.copy(unwrapped(source))  # with the same weights and another config
-        state_preprocessing(model, stated)
-        return model
+        return own_copy(source, spec) if spec.preprocessing else source
     name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
     if name.startswith(SOURCE_PREFIXES):
         return _load_folder(name, spec)
@@ -133,39 +145,51 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
     return path if path.is_dir() else None
 
 
+def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
+    """Copy a model in memory, except for its tensors, without its wrappers; of its training nothing is known.
+
+    Args:
+        model: of any library; of transformers' wrappers of timm models the inner one is taken.
+        spec: the user's statements about it.
+        use_ema: has no effect but a warning.
+
+    Raises:
+        ValueError: if its weights are not all here, or something is stated that only models of timm have.
+    """
+    model = unwrapped(model)
+    require_weights(model)
+    model = copy_sharing_tensors(model)
+    model = timm_model_in(model)
+    vars(model).pop("origin", None)
+    if not is_of_timm(model) and (use_ema or spec not in (None, ModelSpec())):
+        name = "use_ema" if use_ema else "spec"
+        raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
+    if use_ema:
+        _warn_of_one_kind(f"This {type(model).__name__}")
+    if spec is not None:
+        state_preprocessing(model, spec.preprocessing)
+    return model
+
+
+def _warn_of_one_kind(name: str) -> None:
+    _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
+
+
 # --- files
 
 
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
-    state_dict = _state_dict(checkpoint, path, use_ema)
+    weights = weights_in(checkpoint, path, use_ema)
     with _train_args_of(path):
-        train_args = args_of_train_py(checkpoint) or ({} if spec.name else args_of_import(path))
-        input_size = train_args.get("input_size")
-        used = {  # by train.py to create the model
-            "num_classes": train_args.get("num_classes"),
-            "in_chans": train_args.get("in_chans") or (input_size[0] if input_size else None),
-            "global_pool": train_args.get("gp"),
-            "bn_eps": train_args.get("bn_eps"),
-            **(train_args.get("model_kwargs") or {}),
-        }
-        stated = {name: value for name, value in used.items() if name not in spec.args()}
-        image = train_args.get("img_size") or (input_size and list(input_size[1:]))
+        trained = args_of_train_py(checkpoint)
+        train_args = trained or ({} if spec.name else args_of_import(path))
     name = spec.name or _stated_name(train_args, path)
-    blueprint = _blueprint(name, spec)
-    check_arguments(blueprint.architecture, stated, path)
-    attempts = [{**stated, **spec.args()}]
-    if image and "img_size" not in attempts[0] and "img_size" in architecture_arguments(blueprint.architecture):
-        check_arguments(blueprint.architecture, {"img_size": image}, path)
-        # Newer train.py creates models of a fixed size for their images.
-        attempts.insert(0, {**attempts[0], "img_size": image})
-    origin = path if stated or len(attempts) > 1 else None
-    args, state_dict, missing = _first_fitting(name, blueprint, attempts, state_dict, path, origin)
-    with nullcontext() if missing else quick_init():  # a dense checkpoint has no routers: they stay as drawn
-        model = _create(blueprint, args)
-    model.load_state_dict(state_dict)
-    _warn_of_untrained_routers(model, state_dict, path, name)
-    is_guess = not train_args and blueprint == Blueprint(name) and "." not in name
+    blueprint, weights, missing = _first_fitting(name, _describe_file(name, train_args, spec, path), weights, path)
+    # A dense checkpoint has no routers: they stay as drawn.
+    model = _loaded(blueprint, weights, path, is_whole=not missing)
+    _warn_of_untrained_routers(model, weights, path, name)
+    is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
     origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
     with _train_args_of(path):
         origins |= dict.fromkeys(state_preprocessing(model, train_args), "train.py's arguments")
@@ -174,44 +198,49 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     # Class names may belong to the folder or repository that training started from.
     cfg = get_pretrained_cfg(model)
     set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
+    model.origin = Origin(  # type: ignore[assignment]
+        str(path),
+        train_args=trained,
+        epoch=checkpoint.get("epoch"),
+        metric=checkpoint.get("metric"),
+        ema=use_ema,
+    )
     return model
 
 
+def _describe_file(name: str, train_args: Mapping[str, Any], spec: ModelSpec, path: Path) -> list[Blueprint]:
+    """List what train.py may have made of its arguments; for the images' size first, if that is no argument itself."""
+    blueprint = _blueprint(name, spec)
+    with _train_args_of(path):
+        used, image = model_arguments(train_args)
+        stated = {option: value for option, value in used.items() if option not in spec.args()}
+    check_arguments(blueprint.architecture, stated, path)
+    plain = {**blueprint.args, **stated, **spec.args()}
+    blueprints = [replace(blueprint, args=plain)]
+    takes_size = "img_size" not in {**stated, **spec.args()}
+    if image and takes_size and "img_size" in architecture_arguments(blueprint.architecture):
+        check_arguments(blueprint.architecture, {"img_size": image}, path)
+        blueprints.insert(0, replace(blueprint, args={**plain, "img_size": image}))
+    return blueprints
+
+
 def _first_fitting(
-    name: str,
-    blueprint: Blueprint,
-    attempts: list[dict[str, Any]],
-    state_dict: dict[str, Tensor],
-    path: Path,
-    origin: Path | None,
-) -> tuple[dict[str, Any], dict[str, Tensor], set[str]]:
-    """Find the first arguments that make a model for the weights in a file.
-
-    Args:
-        origin: as for :func:`_sketch`.
-
-    Returns:
-        The arguments, the weights by the model's names, and the names of those that are missing.
+    name: str, blueprints: list[Blueprint], weights: dict[str, Tensor], path: Path
+) -> tuple[Blueprint, dict[str, Tensor], set[str]]:
+    """Find the first description that fits weights; see :func:`_fitted`.
 
     Raises:
-        ValueError: if no arguments do; it tells of the attempt with the fewest problems.
+        ValueError: if none does; it tells of the first.
     """
-    problems: list[tuple[int, ValueError, Exception]] = []
-    for args in attempts:
+    problems: list[Exception] = []
+    for blueprint in blueprints:
         try:
-            sketch = _sketch(blueprint, args, state_dict, origin)
-        except Exception as error:  # arguments may end in anything
-            problems.append((1000, _not_created(name, error), error))
-            continue
-        taken = _unwrapped(state_dict, sketch, path)
-        try:
-            sketch.load_state_dict({name: tensor.to("meta") for name, tensor in taken.items()})
-            return args, taken, sketch.state_dict().keys() - taken.keys()
-        except RuntimeError as error:
-            text = f"The weights in {path} do not fit {name}: {first_problem(error)}"
-            problems.append((str(error).count("\n"), ValueError(text), error))
-    _, problem, cause = min(problems, key=lambda found: found[0])
-    raise problem from cause
+            return blueprint, *_fitted(name, blueprint, weights, path)
+        except (ValueError, RuntimeError) as error:
+            problems.append(error)
+    if isinstance(problems[0], ValueError):
+        raise problems[0]
+    raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(problems[0])}") from problems[0]
 
 
 @contextmanager
@@ -233,42 +262,25 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     return name
 
 
-def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
-    """Describe the model of a name: a registered one, or a folder's or repository's that the user states."""
-    if not name.startswith(SOURCE_PREFIXES):
-        check_registered(name)
-        return Blueprint(name)
-    if name.startswith("local-dir:"):
-        require_config(_file(name))
-    try:
-        return read_config(_file(name, "config.json"), overridden=spec.args())
-    except Exception as error:
-        raise _not_created(name, error) from error
-
-
-def _warn_of_untrained_routers(model: nn.Module, state_dict: Mapping[str, Tensor], path: Path, name: str) -> None:
-    learned = [f"{path}.router." for path, layer in moe_layers(model).items() if layer.router.state_dict()]
-    if learned and not any(name.startswith(tuple(learned)) for name in state_dict):
+def _warn_of_untrained_routers(model: nn.Module, weights: Mapping[str, Tensor], path: Path, name: str) -> None:
+    learned = [f"{layer_path}.router." for layer_path, layer in moe_layers(model).items() if layer.router.state_dict()]
+    if learned and not any(key.startswith(tuple(learned)) for key in weights):
         _logger.warning(f"{path} holds a dense model: the routers of {name} are untrained, its experts made of it.")
 
 
-def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Return the model's weights if another framework holds them as a part of its own, e.g. Lightning's ``model.``."""
-    own = {name.partition(".")[0] for name in model.state_dict()}
-    parts = {}
-    for prefix in (f"{wrapper}." for wrapper in _WRAPPERS if wrapper not in own):
-        part = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        parts[prefix] = clean_state_dict(part)  # the model may have been compiled
-    found = [prefix for prefix, part in parts.items() if own <= {name.partition(".")[0] for name in part}]
-    if not found:
-        return state_dict
-    if len(found) > 1:
-        raise ValueError(f"{path} holds several models, under {' and '.join(found)}: write the weights of one alone.")
-    (prefix,) = found
-    others = [name for name in state_dict if not name.startswith(prefix)]
-    left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
-    _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
-    return parts[prefix]
+def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
+    """Keep on the model what train.py was told of its images and timm's config has no place for."""
+    stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map", "task")}
+    kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
+    model.args_of_images = kept  # type: ignore[assignment]
+    mode = kept.get("input_img_mode")
+    if mode not in (None, "RGB", "L"):
+        _logger.warning(
+            f"The images of {path} have the mode {mode!r} (train.py's arguments), which config.json cannot state: "
+            "with an exported model, pass --input-img-mode to timm's scripts again."
+        )
+    if train_args.get("naflex_loader"):
+        _logger.warning(f"{path} was trained with --naflex-loader: here its images are cropped to one size instead.")
 
 
 # --- folders and repositories
@@ -276,31 +288,26 @@ def _unwrapped(state_dict: dict[str, Tensor], model: nn.Module, path: Path) -> d
 
 def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     blueprint = _blueprint(name, spec)
+    blueprint = replace(blueprint, args={**blueprint.args, **spec.args()})
     try:
-        weights = _weights_file(name)
-        state_dict = _state_dict(read_checkpoint(weights), weights, use_ema=False)
-        sketch = _sketch(blueprint, spec.args(), state_dict, "config.json")
-        taken = _unwrapped(state_dict, sketch, weights)
-        for key, tensor in sketch.state_dict().items():
-            if key not in taken:
-                raise ValueError(f"the weights hold no {key}, which the model has.")
-            if taken[key].shape != tensor.shape:  # load_state_dict repeats a dense network's
-                sizes = [tuple(shape) for shape in (taken[key].shape, tensor.shape)]
-                raise ValueError(f"the weights hold {key} of shape {sizes[0]}, the model one of {sizes[1]}.")
-        if len(state_dict) > len(taken):
+        path = _weights_file(name)
+        held = weights_in(read_checkpoint(path), path, use_ema=False)
+        weights, missing = _fitted(name, blueprint, held, path, is_strict=True)
+        if missing or len(held) > len(weights):
             raise ValueError("the weights hold more than the model's.")
-        with quick_init():
-            model = _create(blueprint, spec.args())
-        model.load_state_dict(taken)
+        model = _loaded(blueprint, weights, path)
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
     described = blueprint.pretrained_cfg or {}
     origins = {key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)}
     _prepare(model, spec, origins, name, blueprint.architecture)
+    place = name.removeprefix("local-dir:")
+    model.origin = Origin(place, folder_of(name), recorded=blueprint.recorded)  # type: ignore[assignment]
     return model
 
 
 def require_config(folder: Path) -> None:
+    """Raise FileNotFoundError unless a folder has a config.json."""
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
     if not (folder / "config.json").exists():
@@ -335,14 +342,80 @@ def _file(name: str, file: str = "") -> Path:
 # --- steps of both
 
 
-def _create(blueprint: Blueprint, args: dict[str, Any]) -> nn.Module:
-    given = {option: value for option, value in {**blueprint.args, **args}.items() if value is not None}
-    return timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **given)
+def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
+    """Describe the model of a name: a registered one, or a folder's or repository's that the user states."""
+    if not name.startswith(SOURCE_PREFIXES):
+        check_registered(name)
+        return Blueprint(name)
+    if name.startswith("local-dir:"):
+        require_config(_file(name))
+    try:
+        return read_config(_file(name, "config.json"), overridden=spec.args())
+    except Exception as error:
+        raise _not_created(name, error) from error
+
+
+def _create(blueprint: Blueprint) -> nn.Module:
+    args = {option: value for option, value in blueprint.args.items() if value is not None}
+    return timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **args)
+
+
+def _fitted(
+    name: str, blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_strict: bool = False
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Compare weights with a model that is built without memory for its own.
+
+    Args:
+        name: of the model, for messages.
+        blueprint: of the model.
+        weights: by their names in the file.
+        path: of the file, for messages.
+        is_strict: refuse a dense network's weights for the experts.
+
+    Returns:
+        The weights by the model's names, and the names of those that are missing, a router's.
+
+    Raises:
+        RuntimeError: of load_state_dict, if the weights have other names or shapes than the model's.
+        ValueError: if the model cannot be created, or the weights are of another kind or of some layers only.
+    """
+    try:
+        with weightless():
+            sketch = _create(blueprint)
+    except Exception as error:  # arguments may end in anything
+        raise _not_created(name, error) from error
+    expected = sketch.state_dict()
+    taken = without_wrapper(weights, expected, path)
+    sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
+    require_kinds(taken, expected, path)
+    for key in taken.keys() & expected.keys() if is_strict else ():
+        held, wanted = tuple(taken[key].shape), tuple(expected[key].shape)
+        if held != wanted:
+            raise ValueError(f"the weights hold {key} of shape {held}, the model one of {wanted}.")
+    return taken, expected.keys() - taken.keys()
+
+
+def _loaded(blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_whole: bool = True) -> nn.Module:
+    """Create a model and load the weights, which fit it; what they lack, unless they are whole, is drawn.
+
+    The model is not the one that was compared: buffers that no file holds have their values from the constructor.
+    """
+    require_intact(path, weights)
+    with quick_init() if is_whole else nullcontext():
+        model = _create(blueprint)
+    model.load_state_dict(weights)
+    return model
 
 
 def _not_created(name: str, error: Exception) -> ValueError:
     from_files = " from its config.json and weights" if name.startswith(SOURCE_PREFIXES) else ""
     return ValueError(f"{name} cannot be created{from_files}: {first_problem(error)}")
+
+
+def first_problem(error: Exception) -> str:
+    """Return the first problem that a load_state_dict lists, or the error itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
 
 
 def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source: str, architecture: str) -> None:
@@ -360,134 +433,3 @@ def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source:
             f"{source} does not say how images were prepared in its training; what timm has for {architecture} is a "
             f"guess: state {', '.join(guessed)}."
         )
-
-
-def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
-    """Keep on the model what train.py was told of its images and timm's config has no place for."""
-    stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map", "task")}
-    kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
-    model.args_of_images = kept  # type: ignore[assignment]
-    mode = kept.get("input_img_mode")
-    if mode not in (None, "RGB", "L"):
-        _logger.warning(
-            f"The images of {path} have the mode {mode!r} (train.py's arguments), which config.json cannot state: "
-            "with an exported model, pass --input-img-mode to timm's scripts again."
-        )
-    if train_args.get("naflex_loader"):
-        _logger.warning(f"{path} was trained with --naflex-loader: here its images are cropped to one size instead.")
-
-
-def _sketch(blueprint: Blueprint, args: dict[str, Any], state_dict: dict[str, Tensor], origin: Any) -> nn.Module:
-    """Create a model on the meta device, where it takes no memory; raise ValueError if it is too large for its weights.
-
-    Args:
-        origin: file that states some of the arguments; None if all are the user's, which may be anything.
-    """
-    storages = [tensor.untyped_storage() for tensor in state_dict.values()]  # one may be that of several tensors
-    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    for name, value in {**blueprint.args, **args}.items() if origin else ():
-        for number in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(number, (int, float)) and number > size:
-                raise ValueError(f"{origin} states {name}={number:g}, too much for weights of {size:,} bytes.")
-    with weightless(), bounded_work(20_000 + 40 * len(state_dict)) if origin else nullcontext():
-        model = _create(blueprint, args)
-    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    if origin and needed > 64 * size + 2**28:  # a dense network may become many experts
-        raise ValueError(f"{origin} states sizes of a model of {needed:,} bytes, but its weights have {size:,}.")
-    return model
-
-
-def first_problem(error: Exception) -> str:
-    """Return the first problem that a load_state_dict lists, or the error itself."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a checkpoint file; ValueError if it is damaged, is no checkpoint, or needs code."""
-    require_file(path)
-    if path.suffix == ".safetensors" and zipfile.is_zipfile(path):
-        raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
-    try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
-        is_zip = zipfile.is_zipfile(path)
-        flipped = _flipped_record(path) if is_zip else None
-        with torch.serialization.safe_globals(HARMLESS):
-            # Mapped, so that the optimizer's state takes no memory.
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # a file that is no checkpoint may end in anything
-        if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
-            raise
-        needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
-        if needed:
-            raise ValueError(
-                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to "
-                "a file of their own, by torch.save(model.state_dict(), file)."
-            ) from error
-        raise ValueError(f"{path} is damaged or not a checkpoint.") from error
-    if flipped is not None:
-        raise ValueError(f"{path} is damaged: {flipped} in it does not match its checksum.")
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
-    return checkpoint
-
-
-def _flipped_record(path: Path) -> str | None:
-    """Return a record of a zip file that does not match its checksum, which torch.load ignores."""
-    with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
-        if any(record.file_size > record.compress_size for record in records):
-            raise ValueError("A compressed record may be of any size in memory; torch.save writes none.")
-        is_checked = any(record.CRC for record in records)  # all are 0 if torch.save was to write none
-        return archive.testzip() if is_checked else None
-
-
-def _globals_needed(path: Path) -> list[str]:
-    try:
-        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # a damaged pickle may raise anything
-        return []
-    return [name for name in needed if name not in dict(HARMLESS).values()]
-
-
-def _state_dict(checkpoint: dict[str, Any], path: Path, use_ema: bool) -> dict[str, Tensor]:
-    state_dict = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    if use_ema:
-        state_dict = _ema_weights(checkpoint, state_dict, path)
-    if not isinstance(state_dict, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-        for name, value in state_dict.items()
-    ):
-        raise ValueError(f"{path} has no state dict of tensors.")
-    return clean_state_dict(state_dict)
-
-
-def _ema_weights(checkpoint: dict[str, Any], plain: Any, path: Path) -> Any:
-    """Return the averaged weights of a checkpoint: of train.py, of Lightning, or the only ones with "ema" in a name."""
-    if "state_dict_ema" in checkpoint:
-        return checkpoint["state_dict_ema"]
-    if "averaging_state" in checkpoint:  # Lightning's WeightAveraging puts them in the place of the others
-        return plain
-    seen, found = set(), {}
-    trees: list[tuple[str, Any]] = [("", checkpoint)]
-    for name, tree in trees:  # which grows
-        if not isinstance(tree, dict) or id(tree) in seen or name.count(".") > 3:
-            continue
-        seen.add(id(tree))
-        if _EMA.search(name) and tree and all(isinstance(value, Tensor) for value in tree.values()):
-            found[name] = tree
-        else:
-            trees += [(f"{name}.{key}".strip("."), value) for key, value in tree.items() if isinstance(key, str)]
-    plain = {name: value for name, value in plain.items() if isinstance(name, str)} if isinstance(plain, dict) else {}
-    for part in filter(_EMA.search, {name.partition(".")[0] for name in plain}):  # of the module that was trained
-        found[part] = {name.removeprefix(f"{part}."): plain[name] for name in plain if name.startswith(f"{part}.")}
-    if len(found) != 1:
-        names = ", ".join(shown(name)[1:-1] for name in [*(found or checkpoint)][:20] if isinstance(name, str))
-        raise ValueError(
-            f"{path} has {'several' if found else 'no'} EMA weights that are known, but {names}: write the weights to "
-            "take to a file of their own. (train.py writes state_dict_ema with --model-ema.)"
-        )
-    (weights,) = found.values()
-    held = [name for name in weights if name.startswith("module.")]  # an AveragedModel counts its updates, too
-    return {name: weights[name] for name in held or weights}

@@ -1,4 +1,4 @@
-"""Limits on what a file may state about its model: a registered architecture, and plain values for its constructor.
+"""Describe: what a file may state of its model, a registered architecture and plain values for its constructor.
 
 A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture needs: where to
 fetch weights and where to keep them, further files to read, functions and classes. None of that is taken from a file,
@@ -28,6 +28,8 @@ from ..models.registered import check_registered
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
+#: Entry of config.json that holds the history of weights, with their digest: transformers keeps it beside others.
+ENTRY = "timm_moe"
 #: Options that entrypoints handle themselves.
 _ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps")
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
@@ -38,8 +40,6 @@ _NO_ARCHITECTURE = re.compile(
 #: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
 _SOURCES = re.compile("url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset")
 _ENTRIES = [entry.name for entry in fields(PretrainedCfg) if not _SOURCES.fullmatch(entry.name)]
-#: Longest word (characters), description (characters) and list (members) that a file may state.
-_LONGEST_WORD, _LONGEST_TEXT, _LONGEST_LIST = 64, 10_000, 256
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Blueprint:
     """The architecture and arguments of a model."""
 
     architecture: str  #: registered name, perhaps with a tag
-    args: dict[str, Any] = field(default_factory=dict)  #: for its constructor
+    args: dict[str, Any] = field(default_factory=dict)  #: for its constructor; None leaves one to timm
     pretrained_cfg: dict[str, Any] | None = None  #: timm's config of the weights; by default the registered one
+    recorded: Any = None  #: what an export has written of the training, for its own reading
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
@@ -62,7 +63,7 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     check_arguments(architecture, args, "config.json")
     cfg = _pretrained_cfg(config, args.get("num_classes"))
     args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
-    return Blueprint(architecture, args, cfg)
+    return Blueprint(architecture, args, cfg, recorded=config.get(ENTRY))
 
 
 def _refuse_constant(text: str) -> None:
@@ -78,7 +79,7 @@ def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str
     if num_classes is not None and known.get("num_classes") not in (None, num_classes):
         raise ValueError(f"it states both num_classes={shown(known['num_classes'])} and {shown(num_classes)}.")
     for name, value in known.items():
-        if not (_is_labels(value) if name.startswith("label_") else _is_plain(value, _LONGEST_TEXT)):
+        if not (_is_labels(value) if name.startswith("label_") else _is_plain(value)):
             raise ValueError(f"it states {name}={shown(value)}.")
     check_preprocessing(known, 1, 3, known.get("input_size", (3,))[0])
     return known
@@ -91,12 +92,12 @@ def _is_labels(value: Any) -> bool:
 
 
 def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return train.py's arguments in a checkpoint; what is nested or long in them becomes a word.
+    """Return train.py's arguments in a checkpoint; what is nested deeper than they are becomes a word.
 
-    A pickle may hold one list in another many times over: written out, compared or copied, it would fill the memory.
+    A pickle may hold one list in another many times over, and its text would have no end.
     """
     args = checkpoint.get("args")
-    return {name: _bounded(value) for name, value in vars(args).items()} if isinstance(args, Namespace) else {}
+    return {name: _flattened(value) for name, value in vars(args).items()} if isinstance(args, Namespace) else {}
 
 
 def args_of_import(path: Path) -> dict[str, Any]:
@@ -108,17 +109,32 @@ def args_of_import(path: Path) -> dict[str, Any]:
     if "model" not in stated:
         return {}
     options = json.loads(stated.get("model_kwargs", "{}"), parse_constant=_refuse_constant)
-    return {"model": stated["model"], "model_kwargs": _bounded(options)}
+    return {"model": stated["model"], "model_kwargs": _flattened(options)}
 
 
-def _bounded(value: Any, levels: int = 2) -> Any:
+def _flattened(value: Any, levels: int = 2) -> Any:
     """Copy a value, or a dict or list of values or lists; the rest is written as a word."""
-    if levels and isinstance(value, (dict, list, tuple)) and len(value) <= _LONGEST_LIST:
-        if isinstance(value, dict):
-            return {_bounded(name, 0): _bounded(part, levels - 1) for name, part in value.items()}
-        return [_bounded(part, levels - 1) for part in value]
-    is_short = is_single(value) and (levels == 2 or not isinstance(value, str) or len(value) <= _LONGEST_WORD)
-    return value if is_short else shown(value)
+    if levels and isinstance(value, dict):
+        return {_flattened(name, 0): _flattened(part, levels - 1) for name, part in value.items()}
+    if levels and isinstance(value, (list, tuple)):
+        return [_flattened(part, levels - 1) for part in value]
+    return value if is_single(value) else shown(value)
+
+
+def model_arguments(train_args: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the arguments with which train.py created its model, and the size of its images or None.
+
+    Newer train.py creates models of a fixed size for the size of the images, older train.py does not.
+    """
+    input_size = train_args.get("input_size")
+    used = {
+        "num_classes": train_args.get("num_classes"),
+        "in_chans": train_args.get("in_chans") or (input_size[0] if input_size else None),
+        "global_pool": train_args.get("gp"),
+        "bn_eps": train_args.get("bn_eps"),
+        **(train_args.get("model_kwargs") or {}),
+    }
+    return used, train_args.get("img_size") or (input_size and list(input_size[1:]))
 
 
 def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -> None:
@@ -130,19 +146,14 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
                 f"{origin} states the argument {shown(name)[1:-1]} for {architecture}, which is none of its "
                 "architecture: if you know it and want it, state it yourself with --model-kwargs."
             )
-        if not _is_plain(value, _LONGEST_WORD):
+        if not _is_plain(value):
             raise ValueError(f"{origin} states {name}={shown(value)}: a file may state only numbers, words and lists.")
 
 
-def _is_plain(value: Any, longest: int) -> bool:
+def _is_plain(value: Any) -> bool:
+    """Tell if a value is a number, a word, or a list of them."""
     parts = value if isinstance(value, (list, tuple)) else [value]
-    return len(parts) <= _LONGEST_LIST and all(_is_scalar(part, longest) for part in parts)
-
-
-def _is_scalar(value: Any, longest: int) -> bool:
-    if isinstance(value, str):
-        return len(value) <= longest
-    return is_single(value) and not (isinstance(value, float) and not math.isfinite(value))
+    return all(is_single(part) and not (isinstance(part, float) and not math.isfinite(part)) for part in parts)
 
 
 def architecture_arguments(architecture: str) -> frozenset[str]:

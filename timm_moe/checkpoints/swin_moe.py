@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .source import read_checkpoint
+from .layouts import require_tensors
+from .reading import read_checkpoint, require_intact
 from .vmoe import ImportedModel, require_finite, require_fit, require_output, write_imported
 
 Tensors = dict[str, Tensor]
@@ -126,8 +127,9 @@ def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
 
 def _weights(file: Path) -> Tensors:
     weights = read_checkpoint(file).get("model")
-    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+    if not isinstance(weights, dict):
         raise ValueError(f"{file} has no weights under 'model', where Swin-MoE's files have them.")
+    require_intact(file, require_tensors(weights, file))
     return weights
 
 

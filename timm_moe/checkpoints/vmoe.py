@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_writable, written_whole
 from ..models.registered import weightless_model
 from ..models.registration import vmoe_variants
+from .layouts import require_kinds
 from .sharded import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
@@ -111,7 +113,7 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def require_fit(state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, Any], family: str) -> None:
-    """Raise ValueError unless tensors have the names and shapes of a model's."""
+    """Raise ValueError unless tensors have the names, shapes and kinds of a model's."""
     expected = weightless_model(name, **kwargs).state_dict()
     for key in sorted(expected.keys() ^ state_dict.keys()):
         reason = "is missing from the checkpoint" if key in expected else f"has no place in a {family}"
@@ -120,6 +122,7 @@ def require_fit(state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, A
         if state_dict[key].shape != tensor.shape:
             found = f"{key} should be {tuple(tensor.shape)}, it is {tuple(state_dict[key].shape)}"
             raise ValueError(f"The checkpoint fits no {family}: {found}.")
+    require_kinds(state_dict, expected, "The checkpoint")
 
 
 def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -202,7 +205,10 @@ def write_imported(
     """Write weights with the model that they are of."""
     with written_whole(output) as partial:
         check_writable(output, overwrite)  # another process may have written it meanwhile
-        save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
+        try:
+            save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
+        except SafetensorError as error:  # of a full disk
+            raise OSError(f"{output} could not be written: {error}") from error
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
 

@@ -1,8 +1,10 @@
 """The README.md of a repository on the Hub: the model, its training, and the code that loads it."""
 
+import json
 import re
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -12,7 +14,8 @@ from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
 from ..models.registered import is_registered_here
-from .export import Export
+from .export import Written
+from .formats import architecture_of
 from .history import HUB_NAME, METRICS, Experts, History, public
 from .options import PushOptions, is_abbreviation
 
@@ -52,17 +55,18 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         tags=["image-classification", "timm"],
         task="image-classification" if model.num_classes else "image-feature-extraction",
         license=cfg.get("license"),
-        experts=Experts.of(model) if moe_layers(model) else None,
+        experts=Experts.of(model),
     )
 
 
-def foreign_facts(export: Export, config: dict[str, Any], options: PushOptions) -> Facts:
-    """Describe a dense model that timm did not make, from its export and its config.json."""
-    architecture = export.architecture
+def foreign_facts(written: Written, made: Path, options: PushOptions) -> Facts:
+    """Describe a dense model that timm did not make, from its export to a folder."""
+    architecture, library = architecture_of(written.model), written.layout.library
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
     revision = f', revision="{options.revision}"' if options.revision else ""
     place = {"repo_id": options.repo_id, "revision": revision}
-    classifies = export.library == "transformers" and architecture.endswith("ForImageClassification")
-    if export.library == "transformers":
+    classifies = library == "transformers" and architecture.endswith("ForImageClassification")
+    if library == "transformers":
         module, _, name = architecture.rpartition(".")
         needed = f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
         kind = f"A `{architecture}` of Hugging Face transformers{_purpose(config, classifies)}."
@@ -71,13 +75,13 @@ def foreign_facts(export: Export, config: dict[str, Any], options: PushOptions) 
     else:
         kind = f"The state dict of a `{architecture}`."
         use = _filled("use_state_dict.md", architecture=architecture, **place)
-        tags = [] if config["library"] == export.library else [config["library"]]
+        tags = [] if config["library"] == library else [config["library"]]
     return Facts(
-        library=export.library,
+        library=library,
         architecture=architecture,
         kind=kind,
         use=use,
-        sizes={"this model": export.parameters},
+        sizes={"this model": parameters(written.model)},
         tags=tags,
         task="image-classification" if classifies else None,
         license=config.get("license"),

@@ -8,25 +8,14 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec, load_source
-from ..convert.blocks import copy_sharing_tensors, moe_layers, parameters, unwrapped
-from ..convert.dense import require_weights, to_dense_
-from ..files import check_folder, holds_something, publish, staged
-from ..model_config import get_pretrained_cfg, model_input_size, records_arguments, set_pretrained_cfg
+from ..checkpoints.source import load_source, own_copy
+from ..convert.blocks import moe_layers, parameters
+from ..convert.dense import to_dense_
+from ..files import check_apart, check_folder, holds_something, publish, staged
 from ..models.registered import is_registered_here
-from .formats import (
-    FILES,
-    Format,
-    StateDictFormat,
-    TimmFormat,
-    TransformersFormat,
-    architecture_of,
-    is_of_timm,
-    is_of_transformers,
-    timm_model_in,
-)
-from .history import ENTRY, Experts, History, find_history
-from .options import ModelOptions, checked_labels
+from .formats import FILES, Format, architecture_of, layout_of
+from .history import history_of
+from .options import ModelOptions
 from .outputs import compare, inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
@@ -102,12 +91,11 @@ def export_dense(
         OSError: if the folder is in use or cannot be written.
     """
     settings = ModelOptions(**options)
-    target = check_target(output_dir, overwrite)
-    layout = _load(source, settings, allow_nonfinite, method)
-    inputs = inputs_for(layout.model, settings.example_inputs)
-    expected, exact = _make_dense(layout.model, inputs, method, svd_ratio, allow_nonfinite)
-    written, difference = _write(layout, inputs, expected, target, overwrite)
-    return Export(target, architecture_of(written), parameters(written), difference, exact, layout.library)
+    target = check_target(output_dir, overwrite, source)
+    layout = opened(source, settings, method, allow_nonfinite)
+    written = write_dense(layout, target, settings, method, svd_ratio, overwrite, allow_nonfinite)
+    architecture, size = architecture_of(written.model), parameters(written.model)
+    return Export(target, architecture, size, written.largest_difference, written.exact, layout.library)
 
 
 def export_moe(
@@ -137,158 +125,129 @@ def export_moe(
         ValueError: if the model has no expert layers or no registered name.
     """
     settings = ModelOptions(**options, model_args=model_args)
-    target = check_target(output_dir, overwrite)
-    layout = _load(source, settings, allow_nonfinite, method=None)
-    inputs = inputs_for(layout.model, settings.example_inputs)
-    _write(layout, inputs, source_outputs(layout.model, inputs, allow_nonfinite), target, overwrite)
+    target = check_target(output_dir, overwrite, source)
+    layout = opened(source, settings, None, allow_nonfinite)
+    write_moe(layout, target, settings, overwrite, allow_nonfinite)
     return target
 
 
-def check_target(output_dir: str | Path, overwrite: bool) -> Path:
-    """Return the folder to write to; raise OSError or ValueError if it cannot be used."""
+def check_target(output_dir: str | Path, overwrite: bool, source: nn.Module | str | Path | None = None) -> Path:
+    """Return the folder to write to; raise OSError or ValueError if it cannot be used, or the source is there."""
     if str(output_dir).startswith(("hf-hub:", "local-dir:")):
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
+    if not str(output_dir):
+        raise ValueError("The output must be a folder, got an empty name.")
     target = Path(output_dir)
+    for file in (target, *(target / name for name in FILES)):
+        check_apart(file, [source])
     check_folder(target, FILES, overwrite=True)
     if not overwrite and holds_something(target):
         raise FileExistsError(f"{target} is not empty; pass --overwrite (overwrite=True) to replace its model.")
     return target
 
 
-# --- load
+# --- load and describe
 
 
-def _load(source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinite: bool, method: str | None) -> Format:
-    """Load and check a source for export by a method, or with its experts if the method is None.
-
-    The layout holds the exporter's own copy of the model.
-    """
-    model = _load_model(source, settings)
-    require_weights(model)
-    if method is None and not moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if method is None and not is_registered_here(architecture_of(model)):
-        raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
-            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
-        )
-    if not allow_nonfinite:
-        require_finite_weights(model)
-    history = find_history(source, model, settings.use_ema)
-    if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
-        history = replace(history, metrics={})  # of another function
-    if method is not None and moe_layers(model):
-        history = replace(history, experts=Experts.of(model), method=method)
-    if not is_of_timm(model):
-        return _foreign_layout(model, settings, history)
-    has_config = not isinstance(source, nn.Module) and not Path(source).is_file()
-    labels = _describe_weights(model, settings, keep_license=has_config or history.base is not None)
-    if getattr(model, "args_of_images", {}).get("task") == "multilabel":
-        labels["problem_type"] = "multi_label_classification"  # for transformers
-    loader = "timm with timm_moe" if method is None else "Stock timm"
-    return TimmFormat(model, {**labels, ENTRY: history.to_config()}, settings.model_args or {}, loader)
-
-
-def _load_model(source: nn.Module | str | Path, settings: ModelOptions) -> nn.Module:
-    """Load a model without wrappers; a model in memory is copied, except for its tensors."""
-    if not isinstance(source, nn.Module):
+def opened(
+    source: nn.Module | str | Path, settings: ModelOptions, method: str | None = None, allow_nonfinite: bool = False
+) -> Format:
+    """Load a source, or copy a model in memory, and describe it; see :func:`described`."""
+    if isinstance(source, nn.Module):
+        model = own_copy(source, settings.spec, settings.use_ema)
+    else:
         _logger.info("Loading %s ...", source)
-        return unwrapped(load_source(source, settings.spec, settings.use_ema))
-    model = timm_model_in(unwrapped(source))
-    require_weights(model)
+        model = load_source(source, settings.spec, settings.use_ema)
+    return described(model, settings, method, allow_nonfinite)
+
+
+def described(
+    model: nn.Module, settings: ModelOptions, method: str | None = None, allow_nonfinite: bool = False
+) -> Format:
+    """Check the exporter's own model and describe it for export by a method, or with its experts if that is None.
+
+    The layout is to be the only one to hold the model, so that it is freed once it is written.
+    """
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
-    if not is_of_timm(model):
-        _refuse_options_of_timm(model, settings)
-    return copy_sharing_tensors(unwrapped(load_source(model, settings.spec, settings.use_ema)))
+    if not allow_nonfinite:
+        require_finite_weights(model)
+    history = history_of(model, method)
+    if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
+        history = replace(history, metrics={})  # of another function
+    return layout_of(model, settings, history, method)
 
 
 def require_finite_weights(model: nn.Module) -> None:
+    """Raise ValueError if a weight is NaN or Inf."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and not tensor.isfinite().all():
             raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it.")
 
 
-def _describe_weights(model: nn.Module, settings: ModelOptions, keep_license: bool) -> dict[str, Any]:
-    """Write the licence to a timm model's config; return the class names."""
-    labels, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
-    license = settings.license or (cfg.get("license") if keep_license else None)
-    stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
-    kept = {name: value for name, value in cfg.items() if name not in stale}
-    if not records_arguments():  # nor does timm then write what the model has become
-        kept |= {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
-    set_pretrained_cfg(model, {**kept, **({"license": license} if license else {})})
-    return labels
-
-
-def _foreign_layout(model: nn.Module, settings: ModelOptions, history: History) -> Format:
-    """Return the layout of a model that timm did not make, and write the user's class names to its config."""
-    entries: dict[str, Any] = {"license": settings.license} if settings.license else {}
-    if not is_of_transformers(model):
-        return StateDictFormat(model, {**entries, ENTRY: history.to_config()})
-    config: Any = model.config
-    if settings.label_names is not None:
-        names = checked_labels(config.num_labels, settings.label_names)["label_names"]
-        config.id2label = dict(enumerate(names))
-        config.label2id = {name: number for number, name in enumerate(names)}
-    return TransformersFormat(model, {**entries, ENTRY: history.to_config()})
-
-
-def _refuse_options_of_timm(model: nn.Module, settings: ModelOptions) -> None:
-    names = ("spec", "use_ema", "model_args", "label_descriptions", "label_names")
-    for name in names[:4] if is_of_transformers(model) else names:
-        if getattr(settings, name) not in (None, False, ModelSpec()):
-            raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
-
-
-def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
-    """Return the entries of config.json that name the classes: the user's, or else the model's own."""
-    if settings.label_names is not None:
-        if class_map := getattr(model, "args_of_images", {}).get("class_map"):
-            _logger.warning(f"The model was trained with the class map {class_map!r}: names must be in its order.")
-        return checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
-    if settings.label_descriptions is not None:
-        raise ValueError("label_descriptions are of label_names: state those too.")
-    cfg = get_pretrained_cfg(model)
-    names = cfg.get("label_names")
-    if not names:
-        return {}
-    if isinstance(names, dict):  # by number
-        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
-    try:
-        return checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
-    except ValueError as error:
-        _logger.warning("The names of classes in the source's config are left out: %s", error)
-        return {}
-
-
 # --- make dense; write, verify and publish
 
 
-def _make_dense(
-    model: nn.Module, inputs: Any, method: str, svd_ratio: float | None, allow_nonfinite: bool
-) -> tuple[Any, bool]:
-    """Replace the experts of each layer by one network; return the outputs that the export must give.
+@dataclass
+class Written:
+    """A folder that was written, and its model as the reader gave it."""
 
-    They are the expert model's if the dense one computes the same function, as the second value says, else the dense
-    one's.
+    layout: Format
+    model: nn.Module
+    largest_difference: float | None
+    exact: bool
+
+
+def write_dense(
+    layout: Format,
+    target: Path,
+    settings: ModelOptions,
+    method: str,
+    svd_ratio: float | None = None,
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+) -> Written:
+    """Make a described model dense and write it; see :func:`export_dense`.
+
+    Its outputs must be the expert model's if the dense one computes the same function, else the dense one's.
     """
-    layers = moe_layers(model)
+    inputs = inputs_for(layout, settings.example_inputs)
+    layers = moe_layers(layout.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
         _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
-    expected = source_outputs(model, inputs, allow_nonfinite) if exact else None
+    expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
         del layers  # each layer goes before the next network is made
-        to_dense_(model, method, svd_ratio)
+        to_dense_(layout.model, method, svd_ratio)
     if not exact:
-        expected = source_outputs(model, inputs, allow_nonfinite)
-    return expected, exact
+        expected = source_outputs(layout.model, inputs, allow_nonfinite)
+    return _write(layout, inputs, expected, exact, target, overwrite)
 
 
-def _write(layout: Format, inputs: Any, expected: Any, target: Path, overwrite: bool) -> tuple[nn.Module, float | None]:
-    """Write, load, compare and publish the files; return the loaded model and the largest difference of outputs."""
+def write_moe(
+    layout: Format, target: Path, settings: ModelOptions, overwrite: bool = False, allow_nonfinite: bool = False
+) -> Written:
+    """Write a described model with its experts; see :func:`export_moe`."""
+    _require_registered_experts(layout.model)
+    inputs = inputs_for(layout, settings.example_inputs)
+    expected = source_outputs(layout.model, inputs, allow_nonfinite)
+    return _write(layout, inputs, expected, True, target, overwrite)
+
+
+def _require_registered_experts(model: nn.Module) -> None:
+    if not moe_layers(model):
+        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+    if not is_registered_here(architecture_of(model)):
+        raise ValueError(
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
+            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
+        )
+
+
+def _write(layout: Format, inputs: Any, expected: Any, exact: bool, target: Path, overwrite: bool) -> Written:
+    """Write, load, compare and publish the files."""
     with staged(target) as temporary:
         check_target(target, overwrite)  # another process may have written there since
         folder = temporary / "model"  # the temporary folder itself is closed to other users
@@ -297,8 +256,8 @@ def _write(layout: Format, inputs: Any, expected: Any, target: Path, overwrite: 
             layout.write(folder)
         except (OSError, SafetensorError) as error:
             raise OSError(f"{target} could not be written: {error}") from error
-        written = layout.read(folder)
-        difference = compare(expected, written, inputs)
+        model = layout.read(folder)
+        difference = compare(expected, model, inputs)
         names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
         publish(folder, target, [*ADAPTERS, *names, "config.json"])  # the adapters of an older model go
-    return written, difference
+    return Written(layout, model, difference, exact)

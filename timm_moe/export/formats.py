@@ -6,9 +6,10 @@ tensor differs from the written one.
 
 import copy
 import json
+import logging
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,20 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ..checkpoints.source import first_problem
-from ..model_config import get_pretrained_cfg, set_pretrained_cfg, untold_args
+from ..checkpoints.stated import ENTRY
+from ..model_config import (
+    get_pretrained_cfg,
+    is_of_timm,
+    model_input_size,
+    records_arguments,
+    set_pretrained_cfg,
+    untold_args,
+)
 from ..quick_init import quick_init
-from .history import ENTRY, digest
+from .history import History, digest
+from .options import ModelOptions
+
+_logger = logging.getLogger(__name__)
 
 #: Files of a model; without its config.json the weights mean nothing.
 FILES = ("model.safetensors", "config.json")
@@ -33,10 +45,14 @@ class TimmFormat:
     """Layout that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads."""
 
     model: nn.Module
+    history: History
     entries: dict[str, Any]  # of config.json, beside timm's own
     model_args: dict[str, Any]  # of timm.create_model, beside what timm has recorded
     loader: str  # name of the reader for error messages
     library = "timm"
+
+    def image_shape(self) -> tuple[int, ...]:
+        return model_input_size(self.model)
 
     def write(self, folder: Path) -> None:
         stated: Any = dict(model_config=self.entries, model_args={**untold_args(self.model), **self.model_args})
@@ -45,7 +61,7 @@ class TimmFormat:
                 save_for_hf(self.model, str(folder), **stated, safe_serialization=True)
             config = json.loads((folder / "config.json").read_text())
             drop_second_num_classes(config)
-            _write_config(folder, config)
+            _write_config(folder, config, self.history)
         except (TypeError, ValueError) as error:  # of json
             raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
         del self.model  # it need not be in memory beside the one that is read
@@ -59,12 +75,22 @@ class TransformersFormat:
     """Layout that ``from_pretrained`` of a class of Hugging Face transformers reads."""
 
     model: Any
+    history: History
     entries: dict[str, Any]
     library = "transformers"
 
+    def image_shape(self) -> tuple[int, ...]:
+        if self.model.main_input_name == "pixel_values":
+            for config in (self.model.config, getattr(self.model.config, "vision_config", None)):
+                size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+                if size and channels:
+                    return channels, *((size, size) if isinstance(size, int) else size)
+        raise ValueError("The model's config does not say which images the model takes: pass example_inputs.")
+
     def write(self, folder: Path) -> None:
         self.model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
-        _write_config(folder, {**json.loads((folder / "config.json").read_text()), **self.entries})
+        config = json.loads((folder / "config.json").read_text())
+        _write_config(folder, {**config, **self.entries}, self.history)
 
     def read(self, folder: Path) -> nn.Module:
         model = type(self.model).from_pretrained(folder, local_files_only=True).eval()
@@ -80,8 +106,13 @@ class StateDictFormat:
     """
 
     model: nn.Module
+    history: History
     entries: dict[str, Any]
     library = "pytorch"
+
+    def image_shape(self) -> tuple[int, ...] | None:
+        size: Any = getattr(self.model, "image_size", None)  # of torchvision's VisionTransformer
+        return (3, size, size) if type(size) is int else None
 
     def write(self, folder: Path) -> None:
         state_dict = self.model.state_dict()
@@ -91,7 +122,7 @@ class StateDictFormat:
         library = "torchvision" if path.startswith("torchvision.") else self.library
         # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
         stated = {"architecture": f"class {path}", "model_type": "state_dict", "library": library}
-        _write_config(folder, {**stated, **self.entries})
+        _write_config(folder, {**stated, **self.entries}, self.history)
 
     def read(self, folder: Path) -> nn.Module:
         tensors = load_file(folder / "model.safetensors")
@@ -104,9 +135,88 @@ class StateDictFormat:
 Format = TimmFormat | TransformersFormat | StateDictFormat
 
 
-def is_of_timm(model: nn.Module) -> bool:
-    """Return whether ``timm.create_model`` made a model."""
-    return hasattr(model, "pretrained_cfg")
+def layout_of(model: nn.Module, settings: ModelOptions, history: History, method: str | None) -> Format:
+    """Return the layout of a model, and write what the user states to the model's config.
+
+    Args:
+        model: the exporter's own.
+        settings: the user's statements.
+        history: of the weights.
+        method: how experts become one network; None if they stay experts.
+
+    Raises:
+        ValueError: if an option has no meaning for such a model, or names do not fit its classes.
+    """
+    if is_of_timm(model):
+        loader = "timm with timm_moe" if method is None else "Stock timm"
+        return TimmFormat(model, history, _describe(model, settings, history), settings.model_args or {}, loader)
+    is_foreign = not is_of_transformers(model)
+    for name in ("model_args", "label_descriptions", *(["label_names"] if is_foreign else [])):
+        if getattr(settings, name) is not None:
+            raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
+    entries = {"license": settings.license} if settings.license else {}
+    if is_foreign:
+        return StateDictFormat(model, history, entries)
+    config: Any = model.config
+    if settings.label_names is not None:
+        names = _checked_labels(config.num_labels, settings.label_names)["label_names"]
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+    return TransformersFormat(model, history, entries)
+
+
+def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dict[str, Any]:
+    """Write the licence to a timm model's config; return the entries of config.json on its classes."""
+    entries, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
+    origin: Any = getattr(model, "origin", None)
+    has_config = origin is not None and not origin.is_file  # else the licence is that of other weights
+    license = settings.license or (cfg.get("license") if has_config or history.base is not None else None)
+    stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
+    kept = {name: value for name, value in cfg.items() if name not in stale}
+    if not records_arguments():  # nor does timm then write what the model has become
+        kept |= {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
+    set_pretrained_cfg(model, {**kept, **({"license": license} if license else {})})
+    if getattr(model, "args_of_images", {}).get("task") == "multilabel":
+        entries["problem_type"] = "multi_label_classification"  # for transformers
+    return entries
+
+
+def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
+    """Return the entries of config.json that name the classes: the user's, or else the model's own."""
+    if settings.label_names is not None:
+        if class_map := getattr(model, "args_of_images", {}).get("class_map"):
+            _logger.warning(f"The model was trained with the class map {class_map!r}: names must be in its order.")
+        return _checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
+    if settings.label_descriptions is not None:
+        raise ValueError("label_descriptions are of label_names: state those too.")
+    cfg = get_pretrained_cfg(model)
+    names = cfg.get("label_names")
+    if not names:
+        return {}
+    if isinstance(names, dict):  # by number
+        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    try:
+        return _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
+    except ValueError as error:
+        _logger.warning("The names of classes in the source's config are left out: %s", error)
+        return {}
+
+
+def _checked_labels(
+    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the entries of config.json for class names; raise ValueError if they do not fit the number of classes."""
+    names = [label_names] if isinstance(label_names, str) else list(label_names)
+    if len(names) != num_classes:
+        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a class must be a text, got {name!r}.")
+    descriptions = dict(label_descriptions or {})
+    for name, text in descriptions.items():
+        if name not in names or not isinstance(text, str):
+            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -121,20 +231,6 @@ def architecture_of(model: nn.Module) -> str:
         return get_pretrained_cfg(model)["architecture"]
     module, name = type(model).__module__, type(model).__qualname__
     return name if is_of_transformers(model) and module.startswith("transformers.") else f"{module}.{name}"
-
-
-def timm_model_in(model: Any) -> nn.Module:
-    """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
-    if not is_of_transformers(model) or getattr(model.config, "model_type", None) != "timm_wrapper":
-        return model
-    inner, config = copy.copy(model.timm_model), model.config
-    # The wrapper creates its model without the config of the weights, which it keeps itself.
-    cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
-    names = list(config.id2label.values())
-    if inner.num_classes and names != [f"LABEL_{number}" for number in range(len(names))]:
-        cfg["label_names"] = names
-    set_pretrained_cfg(inner, cfg)
-    return inner
 
 
 def drop_second_num_classes(config: dict[str, Any]) -> None:
@@ -180,9 +276,9 @@ def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], lo
             )
 
 
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
+def _write_config(folder: Path, config: dict[str, Any], history: History) -> None:
     """Write config.json, last, and give the other files its mode: safetensors closes its files to other users."""
-    config[ENTRY] = {**config[ENTRY], "weights": digest(folder)}
+    config[ENTRY] = {**history.to_config(), "weights": digest(folder)}
     (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
     for file in folder.iterdir():
         shutil.copymode(folder / "config.json", file)

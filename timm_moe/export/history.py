@@ -2,30 +2,53 @@
 
 import csv
 import hashlib
-import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from torch import nn
 
-from ..checkpoints.source import folder_of, read_checkpoint
-from ..checkpoints.stated import SOURCE_PREFIXES, args_of_train_py
+from ..checkpoints.source import Origin
+from ..checkpoints.stated import ENTRY, SOURCE_PREFIXES
 from ..console import describe
 from ..convert.blocks import moe_layers, parameters
 from ..files import read_text, require_file
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
 
-#: Entry of config.json that holds the history, and a digest of the weights: transformers keeps it beside other weights.
-ENTRY = "timm_moe"
 #: Options of train.py that are kept where they are set. None of them is a path.
 _TRAINING_OPTIONS = (
-    *("pretrained", "epochs", "batch_size", "grad_accum_steps", "world_size", "opt", "lr", "weight_decay", "clip_grad"),
-    *("layer_decay", "sched", "warmup_epochs", "min_lr", "smoothing", "mixup", "cutmix", "aa", "reprob", "drop"),
-    *("drop_path", "task", "loss", "bce_loss", "jsd_loss", "amp", "model_ema", "kd_model_name", "seed"),
+    "pretrained",
+    "epochs",
+    "batch_size",
+    "grad_accum_steps",
+    "world_size",
+    "opt",
+    "lr",
+    "weight_decay",
+    "clip_grad",
+    "layer_decay",
+    "sched",
+    "warmup_epochs",
+    "min_lr",
+    "smoothing",
+    "mixup",
+    "cutmix",
+    "aa",
+    "reprob",
+    "drop",
+    "drop_path",
+    "task",
+    "loss",
+    "bce_loss",
+    "jsd_loss",
+    "amp",
+    "model_ema",
+    "kd_model_name",
+    "seed",
 )
 #: Options that mean nothing unless another one is set.
 _DEPENDENT_OPTIONS = {
@@ -49,24 +72,8 @@ METRICS = {
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-class _Record:
-    """Base of records that may come from somebody else's file: every value must have its field's type."""
-
-    def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if not _fits(value, kind):
-                raise ValueError(f"{name} is {shown(value)}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is dict:  # whose names are texts in JSON
-        return isinstance(value, dict) and all(isinstance(part, get_args(kind)[1]) for part in value.values())
-    return isinstance(value, kind)
-
-
 @dataclass(frozen=True)
-class Experts(_Record):
+class Experts:
     """The experts that a dense model was made of."""
 
     model: str  # name of the expert model
@@ -79,8 +86,11 @@ class Experts(_Record):
     fused: bool = False  # whether learned weights fuse the experts
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Experts":
+    def of(cls, model: nn.Module) -> "Experts | None":
+        """Describe the experts of a model; None if it has none."""
         layers = list(moe_layers(model).values())
+        if not layers:
+            return None
         return cls(
             model=get_pretrained_cfg(model).get("architecture", type(model).__name__),
             layers=len(layers),
@@ -94,8 +104,8 @@ class Experts(_Record):
 
 
 @dataclass(frozen=True)
-class History(_Record):
-    """Origin and training of weights, in words that may be published: no paths. ValueError for impossible values."""
+class History:
+    """Origin and training of weights, in words that may be published: no paths."""
 
     file: str | None = None  # checkpoint, folder or ``hf-hub:`` name; None for a model in memory
     options: dict[str, str] = field(default_factory=dict)  # of train.py, if it wrote the file
@@ -109,54 +119,85 @@ class History(_Record):
     experts: Experts | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in filter(None, (self.base, self.dataset)):
-            if not HUB_NAME.fullmatch(name):
-                raise ValueError(f"{shown(name)} is no name on the Hub")
-        for name in self.options:
-            if not re.fullmatch(r"(model option )?\w+", name):
-                raise ValueError(f"{shown(name)} is no option of train.py")
-        for name in self.metrics.keys() - METRICS.keys():
-            raise ValueError(f"{shown(name)} is no metric of train.py")
-
     def to_config(self) -> dict[str, Any]:
         """Return the known values, for :func:`recorded_history`."""
         unknown = asdict(History())
         return {name: value for name, value in asdict(self).items() if value != unknown[name]}
 
 
-def find_history(source: nn.Module | str | Path, model: nn.Module, use_ema: bool = False) -> History:
-    """Find the history of a source and its loaded model, or of its EMA weights.
+def find_history(source: nn.Module | str | Path, model: nn.Module) -> History:
+    """Find the history of a source and the model that was loaded from it; of a model in memory nothing is known."""
+    return History() if isinstance(source, nn.Module) else history_of(model)
 
-    All of it is known if train.py wrote the file, or if the folder was exported from such a file.
+
+def history_of(model: nn.Module, method: str | None = None) -> History:
+    """Find the history of a loaded model.
+
+    All of it is known if train.py wrote the file, or if the folder was exported from such a file. Nothing is known of a
+    model without an ``origin``.
+
+    Args:
+        model: the loaded model.
+        method: by which one network is going to be made of its experts, if it has any.
     """
-    if isinstance(source, nn.Module):
+    history = _history_of(getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id"))
+    experts = None if method is None else Experts.of(model)
+    return history if experts is None else replace(history, experts=experts, method=method)
+
+
+def _history_of(origin: Origin | None, pretrained: str | None) -> History:
+    if origin is None:
         return History()
-    folder, path = folder_of(source), Path(source)
-    if folder is not None:
-        return recorded_history(folder) or History(public(folder.absolute()))
-    if str(source).startswith("hf-hub:") or path.suffix == ".safetensors":  # it holds nothing but weights
-        return History(public(source))
-    checkpoint = read_checkpoint(path)
-    args = args_of_train_py(checkpoint)
-    if "model" not in args:
-        return History(public(path), ema=use_ema)
-    return _history_of_run(path, args, checkpoint, model, use_ema)
+    if origin.folder is not None:
+        return recorded_history(origin) or History(public(origin.folder.absolute()))
+    if "model" not in origin.train_args:
+        return History(public(origin.place), ema=origin.ema)
+    return _history_of_run(origin, pretrained)
 
 
-def recorded_history(folder: Path) -> History | None:
-    """Read the history in a folder's config.json, if it is that of the weights there; ValueError if it is damaged."""
-    record = json.loads(read_text(folder / "config.json")).get(ENTRY)
+def recorded_history(origin: Origin) -> History | None:
+    """Return the history in a folder's config.json, if it is that of the weights there; ValueError if it is damaged."""
+    if origin.recorded is None or origin.folder is None:
+        return None
     try:
-        if record is None or record.pop("weights", None) != digest(folder):
+        record = dict(origin.recorded)
+        if record.pop("weights", None) != digest(origin.folder):
             return None
-        experts = record.get("experts")
-        return History(**{**record, "experts": None if experts is None else Experts(**experts)})
-    except (AttributeError, TypeError, ValueError) as error:
+        if record.get("experts") is not None:
+            record["experts"] = _checked(Experts, record["experts"])
+        return _checked_history(_checked(History, record))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The entry {ENTRY} in {folder / 'config.json'} is damaged ({describe(error)}): take it out."
+            f"The entry {ENTRY} in {origin.folder / 'config.json'} is damaged ({describe(error)}): take it out."
         ) from error
+
+
+def _checked(kind: type, record: dict[str, Any]) -> Any:
+    """Make a record of what a file states; ValueError or KeyError unless each value has the type of its field."""
+    types = get_type_hints(kind)
+    for name, value in record.items():
+        if not _fits(value, types[name]):
+            raise ValueError(f"{name} is {shown(value)}")
+    return kind(**record)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is dict:  # whose names are texts in JSON
+        return isinstance(value, dict) and all(isinstance(part, get_args(kind)[1]) for part in value.values())
+    return isinstance(value, kind)
+
+
+def _checked_history(history: History) -> History:
+    """Return a history; ValueError if it holds a name that none of its kind has."""
+    for name in filter(None, (history.base, history.dataset)):
+        if not HUB_NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)} is no name on the Hub")
+    for name in history.options:
+        if not re.fullmatch(r"(model option )?\w+", name):
+            raise ValueError(f"{shown(name)} is no option of train.py")
+    for name in history.metrics.keys() - METRICS.keys():
+        raise ValueError(f"{shown(name)} is no metric of train.py")
+    return history
 
 
 def digest(folder: Path) -> str | None:
@@ -170,71 +211,94 @@ def digest(folder: Path) -> str | None:
     return found.hexdigest()
 
 
-def _history_of_run(
-    path: Path, args: dict[str, Any], checkpoint: dict[str, Any], model: nn.Module, use_ema: bool
-) -> History:
-    name, epoch = str(args["model"]), checkpoint.get("epoch")
-    epoch = epoch if type(epoch) is int and is_single(epoch) else None
-    folder = name if name.startswith(SOURCE_PREFIXES) else None
-    overlay = args.get("pretrained_cfg_overlay")
-    others = [overlay.get(name) for name in ("file", "url", "hf_hub_id")] if isinstance(overlay, dict) else []
-    replaced = next(filter(None, (args.get("initial_checkpoint"), args.get("pretrained_path"), *others)), None)
-    base = get_pretrained_cfg(model).get("hf_hub_id")
-    if not args.get("pretrained") or replaced or not HUB_NAME.fullmatch(base or ""):
-        base = None
-    start = None if base else replaced or folder
-    reader, _, named = " ".join(str(args.get("dataset") or "").split()).partition("/")
-    is_named = reader in (*_HUB_READERS, "tfds", "torch") and HUB_NAME.fullmatch(named)  # and no path
-    dataset = named if is_named else None
-    dependent = [name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names]
+def _history_of_run(origin: Origin, pretrained: str | None) -> History:
+    """Return the history of a run of train.py.
+
+    Args:
+        origin: of its checkpoint.
+        pretrained: name on the Hub of the weights that timm has for the model.
+    """
+    args = origin.train_args
+    epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
+    replaced = _stated_start(args)
+    is_pretrained = bool(args.get("pretrained")) and not replaced and HUB_NAME.fullmatch(pretrained or "")
+    folder = args["model"] if str(args["model"]).startswith(SOURCE_PREFIXES) else None
+    start = None if is_pretrained else replaced or folder
+    reader, dataset = _named_dataset(args)
+    measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
+    measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
+    metrics = _summary(Path(origin.place).parent / "summary.csv", measured, epoch, origin.metric)
     options = {
         "model": args["model"],
         **{f"model option {public(name)}": value for name, value in (args.get("model_kwargs") or {}).items()},
         "dataset": dataset,
-        **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
+        **{name: args.get(name) for name in _TRAINING_OPTIONS},
+        **{name: args.get(name) for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names},
     }
-    measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
-    metrics = _summary(path, measured, epoch, checkpoint.get("metric"))
-    measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
     return History(
-        file=public(path),
+        file=public(origin.place),
         options={name: public(value) for name, value in options.items() if value not in (None, False, "")},
         epoch=epoch,
-        ema=use_ema,
-        metrics=metrics if measured_ema == use_ema else {},
-        base=base,
+        ema=origin.ema,
+        metrics=metrics if measured_ema == origin.ema else {},
+        base=pretrained if is_pretrained else None,
         start=public(start) if start else None,
         dataset=dataset,
         dataset_on_hub=dataset is not None and reader in _HUB_READERS,
     )
 
 
-def _summary(path: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
-    """Read the metrics in the row of summary.csv that was written with this checkpoint, if there is one."""
-    file = path.parent / "summary.csv"
+def _stated_start(args: dict[str, Any]) -> Any:
+    """Return the weights that train.py was told to begin with in place of timm's; None if there are none."""
+    overlay = args.get("pretrained_cfg_overlay")
+    others = [overlay.get(name) for name in ("file", "url", "hf_hub_id")] if isinstance(overlay, dict) else []
+    return next(filter(None, (args.get("initial_checkpoint"), args.get("pretrained_path"), *others)), None)
+
+
+def _named_dataset(args: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the reader and the name of a data set; the name is None if it may be a path."""
+    reader, _, name = " ".join(str(args.get("dataset") or "").split()).partition("/")
+    is_named = reader in (*_HUB_READERS, "tfds", "torch") and HUB_NAME.fullmatch(name)
+    return reader, name if is_named else None
+
+
+def _summary(file: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
+    """Read the metrics in the row of summary.csv that was written with a checkpoint, if there is one."""
     if not file.exists():
         return {}
-    require_file(file, path.parent)
+    require_file(file, file.parent)
+    found: dict[str, int | float] = {}
     try:
-        rows = [
-            row
-            for row in csv.DictReader(read_text(file).splitlines())
-            if row["epoch"] == str(epoch) and float(row[f"eval_{measured}"]) == float(metric)
-        ]
-        found = {name: float(rows[-1][f"eval_{name}"]) for name in METRICS if rows[-1].get(f"eval_{name}")}
-    except (csv.Error, KeyError, TypeError, ValueError, IndexError):  # of another run, or damaged
+        columns, *rows = csv.reader(read_text(file).splitlines())
+        place = {name: columns.index(name) for name in ("epoch", f"eval_{measured}")}
+        shown_in = {name: columns.index(f"eval_{name}") for name in METRICS if f"eval_{name}" in columns}
+        for row in filter(None, rows):
+            if row[place["epoch"]] == str(epoch) and float(row[place[f"eval_{measured}"]]) == float(metric):
+                found = {name: float(row[at]) for name, at in shown_in.items() if at < len(row) and row[at]}
+    except (csv.Error, IndexError, TypeError, ValueError):  # of another run, or damaged
         return {}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def public(value: Any) -> str:
-    """Write a value as code on one line of Markdown; only the last part of a path appears."""
+    """Write a value as code on one line of Markdown; of a path or an address only the last part appears."""
     if isinstance(value, dict):
         return ", ".join(f"{public(name)}={public(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(public(part) for part in value)
-    text = str(value)
-    if not text.startswith("hf-hub:"):
-        text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    printable = "".join(letter if letter.isprintable() else " " for letter in _last_part(str(value)))
     return re.sub(r"[`|<>\s]+", " ", printable)
+
+
+def _last_part(text: str) -> str:
+    """Return the last part of a path, or of an address without its query and its user; other texts are as they are."""
+    name = text.removeprefix("hf-hub:")
+    if name != text and HUB_NAME.fullmatch(name.partition("@")[0]):
+        return text
+    if "://" in text:
+        try:
+            address = urlsplit(text)
+            text = address.path.rstrip("/") or address.hostname or ""
+        except ValueError:  # of an impossible host
+            return "address"
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1]

@@ -92,20 +92,3 @@ class PushOptions(ModelOptions):
 def is_abbreviation(license: Any) -> bool:
     """Tell if a licence is written as the Hub abbreviates it; a config may state any text."""
     return isinstance(license, str) and re.fullmatch(r"[a-z0-9.+-]+", license) is not None
-
-
-def checked_labels(
-    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the entries of config.json for class names; raise ValueError if they do not fit the number of classes."""
-    names = [label_names] if isinstance(label_names, str) else list(label_names)
-    if len(names) != num_classes:
-        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"The name of a class must be a text, got {name!r}.")
-    descriptions = dict(label_descriptions or {})
-    for name, text in descriptions.items():
-        if name not in names or not isinstance(text, str):
-            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
-    return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from ..console import describe
-from ..model_config import model_input_size
-from .formats import equal_with_nan, is_of_timm, is_of_transformers
+from .formats import Format, equal_with_nan
 
 _logger = logging.getLogger(__name__)
 
@@ -20,20 +19,18 @@ _logger = logging.getLogger(__name__)
 TOLERANCE = 1e-4
 
 
-def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
+def inputs_for(layout: Format, example_inputs: Any) -> Any:
     """Return the caller's example inputs, or two images that are always the same, in the model's type on its device.
 
     None is returned, with a warning, if a model that is neither of timm nor of transformers does not say what it takes.
     """
     if example_inputs is None:
-        shape = _image_shape(model)
-        if shape is None and is_of_transformers(model):
-            raise ValueError("The model's config does not say which images the model takes: pass example_inputs.")
+        shape = layout.image_shape()
         if shape is None:
             _logger.warning("The model states no inputs, so its outputs are not compared: pass example_inputs.")
             return None
         example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    like = next(model.parameters(), torch.empty(0))
+    like = next(layout.model.parameters(), torch.empty(0))
 
     def moved(part: Any) -> Any:
         return part.to(like.device, like.dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
@@ -42,21 +39,6 @@ def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
     if not _tensors(inputs):
         raise ValueError("example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name.")
     return inputs
-
-
-def _image_shape(model: Any) -> tuple[int, ...] | None:
-    """Return (channels, height, width) of the images that a model takes, or None if it does not say."""
-    if is_of_timm(model):
-        return model_input_size(model)
-    if not is_of_transformers(model):
-        size = getattr(model, "image_size", None)  # of torchvision's VisionTransformer
-        return (3, size, size) if type(size) is int else None
-    if model.main_input_name == "pixel_values":
-        for config in (model.config, getattr(model.config, "vision_config", None)):
-            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-            if size and channels:
-                return channels, *((size, size) if isinstance(size, int) else size)
-    return None
 
 
 def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:

@@ -20,14 +20,23 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from torch import nn
 
 from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
+from ..checkpoints.stated import ENTRY
 from ..console import describe
 from ..convert.blocks import moe_layers
 from ..files import require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
-from .export import ADAPTERS, export_dense, export_moe, require_finite_weights, stated_labels
-from .formats import drop_second_num_classes, load_checked
-from .history import ENTRY, History, public, recorded_history
+from .export import (
+    ADAPTERS,
+    Written,
+    described,
+    opened,
+    require_finite_weights,
+    write_dense,
+    write_moe,
+)
+from .formats import Format, TimmFormat, drop_second_num_classes, load_checked, stated_labels
+from .history import History, public, recorded_history
 from .options import PushOptions
 from .outputs import inputs_for, source_outputs
 
@@ -102,24 +111,16 @@ def push_dense(
     settings = PushOptions(repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
     folder = folder_of(source)
-    if folder is not None:
-        _require_own_files(folder)
-    if folder is not None and method == "average":
-        with _own_copy(folder, settings) as (copy, model):
-            if not moe_layers(model):
-                return _publish_copy(copy, model, settings, api)
-            del model
-    with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary, "model")
-        export = export_dense(source, made, method, svd_ratio=svd_ratio, **settings.of_export())
-        if not export.exact:
-            _logger.warning("The dense model is not the one that was trained: validate it.")
-        history = recorded_history(made) or History()
-        if export.library == "timm":
-            return _publish(made, _timm_card(made, history, settings), settings, api)
-        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-        facts = foreign_facts(export, config, settings)
-        return _publish(made, card(facts, history, settings), settings, api)
+    if folder is None or method != "average":
+        if folder is not None:
+            _require_own_files(folder)
+        layout = opened(source, settings, method)
+        return _publish_dense(layout, method, svd_ratio, settings, api)
+    with _own_copy(folder, settings) as copy:
+        layout = described(_loaded(copy, folder), settings, method)
+        if moe_layers(layout.model):
+            return _publish_dense(layout, method, svd_ratio, settings, api)
+        return _publish_copy(copy, layout.model, settings, api)
 
 
 def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
@@ -138,20 +139,23 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
     api = _log_in(settings)
     folder = folder_of(source)
     if folder is not None:
-        with _own_copy(folder, settings) as (copy, model):
+        with _own_copy(folder, settings) as copy:
+            model = _loaded(copy, folder)
             if moe_layers(model):
                 return _publish_copy(copy, model, settings, api)
         raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
+    layout = opened(source, settings)
     with tempfile.TemporaryDirectory() as temporary:
-        made = export_moe(source, Path(temporary, "model"), **settings.of_export())
-        return _publish(made, _timm_card(made, recorded_history(made) or History(), settings), settings, api)
+        made = Path(temporary, "model")
+        return _publish_written(made, write_moe(layout, made, settings), settings, api)
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
     """Publish the folder of a model unchanged, dense or with experts, with its own README.md if it has one.
 
-    Only config.json may change: it gets the licence and class names that are given here, and ``num_classes`` leaves its
-    ``model_args`` if it is there, since transformers rejects the duplicate.
+    Only config.json may change: it gets the licence and class names that are given here, ``num_classes`` leaves its
+    ``model_args`` if it is there, since transformers rejects the duplicate, and so does an ``auto_map``, by which
+    transformers would find code elsewhere.
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
@@ -162,8 +166,9 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
     """
     settings = PushOptions(repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
-    with _own_copy(Path(str(folder).removeprefix("local-dir:")), settings) as (copy, model):
-        return _publish_copy(copy, model, settings, api)
+    folder = Path(str(folder).removeprefix("local-dir:"))
+    with _own_copy(folder, settings) as copy:
+        return _publish_copy(copy, _loaded(copy, folder), settings, api)
 
 
 @contextmanager
@@ -193,8 +198,8 @@ def _require_own_files(folder: Path) -> None:
 
 
 @contextmanager
-def _own_copy(folder: Path, settings: PushOptions) -> Iterator[tuple[Path, nn.Module]]:
-    """Copy a folder's files and load their model, so that what is checked is what is uploaded.
+def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
+    """Copy a folder's files, so that what is checked is what is uploaded.
 
     ValueError is raised if an option is given that only a file can follow.
     """
@@ -216,13 +221,19 @@ def _own_copy(folder: Path, settings: PushOptions) -> Iterator[tuple[Path, nn.Mo
                 f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file "
                 "away."
             )
-        try:
-            model = load_source(copy)
-            require_finite_weights(model)
-            source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
-        except ValueError as error:
-            raise ValueError(str(error).replace(str(copy), str(folder))) from error
-        yield copy, model
+        yield copy
+
+
+def _loaded(copy: Path, folder: Path) -> nn.Module:
+    """Load the model of a folder's copy; raise ValueError, which names the folder, unless it is whole and finite."""
+    try:
+        model = load_source(copy)
+        require_finite_weights(model)
+        layout = TimmFormat(model, History(), {}, {}, "timm")
+        source_outputs(model, inputs_for(layout, None), allow_nonfinite=False)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(copy), str(folder))) from error
+    return model
 
 
 def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfApi | None) -> Push:
@@ -232,20 +243,37 @@ def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfAp
     text = file.read_text(encoding="utf-8")
     config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
     drop_second_num_classes(config)
-    history = recorded_history(copy)
+    config.pop("auto_map", None)  # it leads transformers to code
+    history = recorded_history(model.origin)  # type: ignore[arg-type]
     if history is None:
         config.pop(ENTRY, None)  # of other weights
     if settings.license is not None:
         config.get("pretrained_cfg", config)["license"] = settings.license
     if config != json.loads(text):
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return _publish(copy, _timm_card(copy, history or History(public(copy)), settings), settings, api)
+    facts = timm_facts(load_checked(copy, "timm"), settings)
+    return _publish(copy, card(facts, history or History(public(copy)), settings), settings, api)
 
 
-def _timm_card(made: Path, history: History, settings: PushOptions) -> str:
-    """Return the card of a folder in timm's layout, after timm has loaded it."""
-    facts = timm_facts(load_checked(made, "timm"), settings)
-    return card(facts, history, settings)
+def _publish_dense(
+    layout: Format, method: str, svd_ratio: float | None, settings: PushOptions, api: HfApi | None
+) -> Push:
+    """Make a described model dense, write it, and upload that."""
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary, "model")
+        written = write_dense(layout, made, settings, method, svd_ratio)
+        if not written.exact:
+            _logger.warning("The dense model is not the one that was trained: validate it.")
+        return _publish_written(made, written, settings, api)
+
+
+def _publish_written(made: Path, written: Written, settings: PushOptions, api: HfApi | None) -> Push:
+    """Upload a folder that was written for this, with a card of what its reader loaded."""
+    if written.layout.library == "timm":
+        facts = timm_facts(written.model, settings)
+    else:
+        facts = foreign_facts(written, made, settings)
+    return _publish(made, card(facts, written.layout.history, settings), settings, api)
 
 
 # --- the Hub
@@ -347,6 +375,8 @@ def _explained(error: Exception, settings: PushOptions | None, waited: float) ->
                 f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made whole or not at all, "
                 "so try again once the network is there."
             )
+        if isinstance(error, (AttributeError, LookupError, TypeError)):  # of the client, on an answer of another form
+            return ConnectionError(f"{hub} gave an answer that its client cannot read ({describe(error)}).")
         return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
     status = error.response.status_code
     where = "this" if settings is None else settings.repo_id

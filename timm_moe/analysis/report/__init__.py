@@ -65,7 +65,7 @@ def write_report(
     names = _short_names([describe_source(source) for source in sources])
     architectures = [get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models]
     described = [  # before the images are run on, as a file may be damaged here too
-        model_section(model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model, use_ema))
+        model_section(model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model))
         for source, name, model in zip(sources, architectures, models, strict=True)
     ]
     sections: list[dict[str, Section]] = [{}, {}, {}, {}]

@@ -1,0 +1,100 @@
+"""Read: a file becomes a dictionary, without running code of the file."""
+
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..files import require_file
+from .harmless import HARMLESS
+
+#: The first bytes by which torch.load, and nothing else, decides that a file is an archive.
+_ARCHIVE = b"PK\x03\x04"
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read the dictionary in a checkpoint file.
+
+    The tensors of an archive stay in the file until they are used; :func:`require_intact` verifies those.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        ValueError: if it is damaged, is no checkpoint, or runs code when it is read.
+    """
+    require_file(path)
+    is_archive = _is_archive(path)
+    if path.suffix == ".safetensors" and is_archive:
+        raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        if is_archive:
+            _check_records(path)
+        with torch.serialization.safe_globals(HARMLESS):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except Exception as error:  # a file that is no checkpoint may end in anything
+        if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
+            raise
+        needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
+        if needed:
+            raise ValueError(
+                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to "
+                "a file of their own, by torch.save(model.state_dict(), file)."
+            ) from error
+        raise ValueError(f"{path} is damaged or not a checkpoint.") from error
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
+    return checkpoint
+
+
+def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless tensors that were read from a file are those that were written there.
+
+    torch.load ignores the checksums of an archive. Only these tensors are compared with them, not an optimizer's.
+    """
+    if not _is_archive(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    if not any(record.CRC for record in records):  # torch.save was told to write none
+        return
+    written = {(record.file_size, record.CRC) for record in records}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen:
+            continue
+        seen.add(storage.data_ptr())
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        if (content.nbytes, zlib.crc32(content)) not in written:
+            raise ValueError(f"{path} is damaged: {name} does not match its checksum.")
+
+
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_ARCHIVE)) == _ARCHIVE
+
+
+def _check_records(path: Path) -> None:
+    """Raise an error unless an archive's records are stored as torch.save does, and all but the tensors are intact."""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:  # mapped, its bytes would be taken as they are
+                raise ValueError(f"The record {record.filename} is compressed.")
+            is_tensor = Path(record.filename).parts[1:-1] == ("data",)  # as in last/data/0
+            if record.CRC and not is_tensor:
+                archive.read(record)  # zipfile compares the checksum
+
+
+def _globals_needed(path: Path) -> list[str]:
+    try:
+        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a damaged pickle may raise anything
+        return []
+    return [name for name in needed if name not in dict(HARMLESS).values()]
