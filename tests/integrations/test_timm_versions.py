@@ -10,10 +10,9 @@ from common import SMALL_VIT
 from processes import run_code
 from timm.models import model_entrypoint
 
-from timm_moe.export import export
 from timm_moe.export.export import export_moe
 from timm_moe.integrations import timm as hooks
-from timm_moe.model_config import records_arguments, untold_args
+from timm_moe.model_config import model_input_size, records_arguments, untold_args
 from timm_moe.models.registered import registered_models
 
 #: Takes modules and classes from timm before the package is imported, then lists what is registered and trains.
@@ -91,7 +90,7 @@ def older(monkeypatch):
 
     monkeypatch.setattr(hooks, "create_model", forgetful)
     monkeypatch.setattr(timm, "create_model", hooks._create_model)
-    for module in ("timm_moe.model_config", "timm_moe.export.export"):
+    for module in ("timm_moe.model_config", "timm_moe.export.formats"):
         monkeypatch.setattr(f"{module}.records_arguments", lambda: False)
 
 
@@ -118,6 +117,6 @@ def test_an_older_timm_is_told_the_size_that_a_model_has(older):
     grey = timm.create_model("vit_tiny_patch16_224", in_chans=1, **SMALL_VIT)
     dynamic = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **SMALL_VIT)
     swin = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", img_size=64, embed_dim=12, depths=(1, 1, 1, 1))
-    assert export.model_input_size(grey) == (1, 32, 32)
-    assert export.model_input_size(dynamic) == (3, 224, 224)
-    assert export.model_input_size(swin) == (3, 64, 64)
+    assert model_input_size(grey) == (1, 32, 32)
+    assert model_input_size(dynamic) == (3, 224, 224)
+    assert model_input_size(swin) == (3, 64, 64)
