@@ -217,7 +217,7 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     visit_GKS = None
     expert_GKS = expert_GSK.transpose(1, 2)
     if priority_GS is not None:
-        if torch.onnx.is_in_onnx_export():  # which lacks a stable sort, but whose topk takes the first of equal ones
+        if mode is Mode.ONNX:  # which has no stable sort, but a topk that takes the first of equal ones
             visit_GS = priority_GS.topk(rows, dim=1).indices
         else:
             visit_GS = priority_GS.argsort(dim=1, descending=True, stable=True)

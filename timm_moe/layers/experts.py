@@ -255,7 +255,7 @@ class Experts(StackedParameters):
 
     def _run(self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, *, mode: Mode) -> Tensor:
         if capacity is not None:
-            return self.run_batched(x_ND, capacity, mode).flatten(0, 1)
+            return self.run_batched(x_ND, mode).flatten(0, 1)
         assert end_E is not None
         if self._grouped is None:
             *parts, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
@@ -272,14 +272,14 @@ class Experts(StackedParameters):
         y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0), mode)
         return y_NH.masked_fill(is_after_N1, 0)
 
-    def run_batched(self, x_ND: Tensor, capacity: int, mode: Mode) -> Tensor:
-        """Apply each expert of this process to C rows, by batched products that need no counts: (E, C, width)."""
+    def run_batched(self, x_ND: Tensor, mode: Mode) -> Tensor:
+        """Apply each expert of this process to its C of E C rows, by batched products: (E, C, width)."""
         if self._grouped is not None:
             weights = self.expert_weights()
-            x_ECD = x_ND.view(len(next(iter(weights.values()))), capacity, x_ND.shape[1])
+            x_ECD = x_ND.view(len(next(iter(weights.values()))), -1, x_ND.shape[1])
             return self._call(self._grouped, weights, x_ECD, mode)
         each = self.each(mode)
-        x_ECD = x_ND.view(len(each), capacity, x_ND.shape[1])
+        x_ECD = x_ND.view(len(each), -1, x_ND.shape[1])
         return torch.stack([network(x) for network, x in zip(each, x_ECD.unbind(), strict=True)])
 
     def each(self, mode: Mode | None = None) -> list[Callable[[Tensor], Tensor]]:

@@ -119,6 +119,6 @@ class SoftMoeMlp(MoeMlp):
         x_ND = x_ECD.flatten(0, 1)
         has_runs = x_ECD.is_cpu and self.is_grouped and mode in (Mode.EAGER, Mode.COMPILED)
         if self.dispatcher is None and not has_runs:
-            return self.run_batched(x_ND, rows, mode)
+            return self.run_batched(x_ND, mode)
         offsets = torch.arange(1, experts + 1, device=x_ECD.device) * rows
         return self.run(x_ND, offsets, None, mode).unflatten(0, x_ECD.shape[:2])
