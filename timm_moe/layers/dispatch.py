@@ -313,6 +313,10 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
+    slots = routing.slots
+    if slots is not None and _sums_in_one_pass(x_TD, routing):  # in the derivative
+        starts_T = torch.arange(0, slots.numel(), slots.shape[1])
+        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T, None)
     return _to_experts(x_TD, *_way(routing), None)
 
 
@@ -322,6 +326,8 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     if routing.slots is None or routing.starts is not None:  # each slot is of one row
         y_ND = y_ND if gates is None else y_ND * gates.view(-1, 1)
         return _to_rows(y_ND, *_way(routing), None)
+    if gates is not None and _sums_in_one_pass(y_ND, routing):
+        return _weighted_sum(y_ND, gates, routing.token_indices, routing.slots)
     is_dropped_M1 = None  # without a capacity their slots are past the last offset
     if routing.capacity is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
@@ -329,6 +335,12 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     if gates is not None:
         y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
     return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0)
+
+
+def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
+    """Tell if one operator sums the K slots of each row: a CPU is bound by memory, and compilers make their own loop."""
+    has_choices = routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
+    return has_choices and rows.is_cpu and routing.capacity is None and not torch.compiler.is_compiling()
 
 
 def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -412,4 +424,26 @@ class _ToSlots(torch.autograd.Function):
         return _to_rows(grad_ND, *ctx.saved_tensors), None, None, None, None
 
 
+class _WeightedSum(torch.autograd.Function):
+    """(T, D): the sum of the slots of each row, each times its gate, on a CPU, whose index_add has one order."""
+
+    @staticmethod
+    def forward(y_ND: Tensor, gate_TK: Tensor, token_N: Tensor, slot_TK: Tensor) -> Tensor:
+        return nn.functional.embedding_bag(slot_TK, y_ND, mode="sum", per_sample_weights=gate_TK)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        y_ND, gate_TK, token_N, slot_TK = ctx.saved_tensors
+        grad_ND, grad_gate_TK = grad_TD.index_select(0, token_N), None
+        if ctx.needs_input_grad[1]:
+            grad_gate_TK = torch.linalg.vecdot(grad_ND, y_ND)[slot_TK]
+        gate_N = gate_TK.new_zeros(token_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
+        return grad_ND * gate_N.unsqueeze(1), grad_gate_TK, None, None
+
+
 _to_experts, _to_rows, _to_slots = caller(_ToExperts), caller(_ToRows), caller(_ToSlots)
+_weighted_sum = caller(_WeightedSum)
