@@ -355,6 +355,14 @@ def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
 # run. M is K T where rows have K slots, else T.
 
 
+def _written(rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Write values into new rows, in place in eager mode.
+
+    torch 2.11 compiles what an autograd function wrote in place to a constant, whose gradient is zero.
+    """
+    return rows.index_copy(0, index, values) if torch.compiler.is_compiling() else rows.index_copy_(0, index, values)
+
+
 class _ToExperts(torch.autograd.Function):
     """(N, D): the row of each slot; the derivative sums the slots of each row."""
 
@@ -387,11 +395,15 @@ class _ToRows(torch.autograd.Function):
         y_ND: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
     ) -> Tensor:
         if slot_M is None:
-            return torch.empty_like(y_ND).index_copy_(0, token_N, y_ND)
+            return _written(torch.empty_like(y_ND), token_N, y_ND)
         if starts_T is not None:
             return nn.functional.embedding_bag(slot_M, y_ND, starts_T, mode="sum")
         picked_MD = y_ND.index_select(0, slot_M)
-        return picked_MD if is_dropped_M1 is None else picked_MD.masked_fill_(is_dropped_M1, 0)
+        if is_dropped_M1 is None:
+            return picked_MD
+        if torch.compiler.is_compiling():  # as above
+            return picked_MD.masked_fill(is_dropped_M1, 0)
+        return picked_MD.masked_fill_(is_dropped_M1, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -413,7 +425,7 @@ class _ToSlots(torch.autograd.Function):
             return grad_MD.index_select(0, token_N)
         if is_dropped_M1 is not None:
             grad_MD = grad_MD.masked_fill(is_dropped_M1, 0)
-        return grad_MD.new_zeros(token_N.shape[0], grad_MD.shape[1]).index_copy_(0, slot_M, grad_MD)
+        return _written(grad_MD.new_zeros(token_N.shape[0], grad_MD.shape[1]), slot_M, grad_MD)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
