@@ -313,6 +313,10 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
+    slots = routing.slots
+    if slots is not None and _sums_in_one_pass(x_TD, routing):  # in the derivative
+        starts_T = torch.arange(0, slots.numel(), slots.shape[1])
+        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T, None)
     return _to_experts(x_TD, *_way(routing), None)
 
 
@@ -322,6 +326,8 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     if routing.slots is None or routing.starts is not None:  # each slot is of one row
         y_ND = y_ND if gates is None else y_ND * gates.view(-1, 1)
         return _to_rows(y_ND, *_way(routing), None)
+    if gates is not None and _sums_in_one_pass(y_ND, routing):
+        return _weighted_sum(y_ND, gates, routing.token_indices, routing.slots)
     is_dropped_M1 = None  # without a capacity their slots are past the last offset
     if routing.capacity is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
@@ -329,6 +335,12 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     if gates is not None:
         y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
     return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0)
+
+
+def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
+    """Tell if one operator sums the K slots of each row: a CPU is bound by memory, and compilers make their own loop."""
+    has_choices = routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
+    return has_choices and rows.is_cpu and routing.capacity is None and not torch.compiler.is_compiling()
 
 
 def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -341,6 +353,14 @@ def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 # The derivatives of torch's own operators add rows by atomic operations on GPUs, in an order that changes from run to
 # run. M is K T where rows have K slots, else T.
+
+
+def _written(rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Write values into new rows, in place in eager mode.
+
+    torch 2.11 compiles what an autograd function wrote in place to a constant, whose gradient is zero.
+    """
+    return rows.index_copy(0, index, values) if torch.compiler.is_compiling() else rows.index_copy_(0, index, values)
 
 
 class _ToExperts(torch.autograd.Function):
@@ -375,11 +395,15 @@ class _ToRows(torch.autograd.Function):
         y_ND: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
     ) -> Tensor:
         if slot_M is None:
-            return torch.empty_like(y_ND).index_copy_(0, token_N, y_ND)
+            return _written(torch.empty_like(y_ND), token_N, y_ND)
         if starts_T is not None:
             return nn.functional.embedding_bag(slot_M, y_ND, starts_T, mode="sum")
         picked_MD = y_ND.index_select(0, slot_M)
-        return picked_MD if is_dropped_M1 is None else picked_MD.masked_fill_(is_dropped_M1, 0)
+        if is_dropped_M1 is None:
+            return picked_MD
+        if torch.compiler.is_compiling():  # as above
+            return picked_MD.masked_fill(is_dropped_M1, 0)
+        return picked_MD.masked_fill_(is_dropped_M1, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -401,7 +425,7 @@ class _ToSlots(torch.autograd.Function):
             return grad_MD.index_select(0, token_N)
         if is_dropped_M1 is not None:
             grad_MD = grad_MD.masked_fill(is_dropped_M1, 0)
-        return grad_MD.new_zeros(token_N.shape[0], grad_MD.shape[1]).index_copy_(0, slot_M, grad_MD)
+        return _written(grad_MD.new_zeros(token_N.shape[0], grad_MD.shape[1]), slot_M, grad_MD)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -412,4 +436,26 @@ class _ToSlots(torch.autograd.Function):
         return _to_rows(grad_ND, *ctx.saved_tensors), None, None, None, None
 
 
+class _WeightedSum(torch.autograd.Function):
+    """(T, D): the sum of the slots of each row, each times its gate, on a CPU, whose index_add has one order."""
+
+    @staticmethod
+    def forward(y_ND: Tensor, gate_TK: Tensor, token_N: Tensor, slot_TK: Tensor) -> Tensor:
+        return nn.functional.embedding_bag(slot_TK, y_ND, mode="sum", per_sample_weights=gate_TK)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        y_ND, gate_TK, token_N, slot_TK = ctx.saved_tensors
+        grad_ND, grad_gate_TK = grad_TD.index_select(0, token_N), None
+        if ctx.needs_input_grad[1]:
+            grad_gate_TK = torch.linalg.vecdot(grad_ND, y_ND)[slot_TK]
+        gate_N = gate_TK.new_zeros(token_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
+        return grad_ND * gate_N.unsqueeze(1), grad_gate_TK, None, None
+
+
 _to_experts, _to_rows, _to_slots = caller(_ToExperts), caller(_ToRows), caller(_ToSlots)
+_weighted_sum = caller(_WeightedSum)

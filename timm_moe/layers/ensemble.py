@@ -11,14 +11,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .moe_mlp import MoeMlp
+
 
 def tile(blocks: Sequence[nn.Module], copies: int) -> list[RemovableHandle]:
     """Let blocks that follow each other see each image M times in a row, by hooks (pBE, arXiv 2110.03360, section 4).
 
-    The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), holds for all of its copies.
+    The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), and padding that another hook
+    noted for the expert layers of a block hold for all copies of the image.
     """
-    hook, first = partial(_tile, copies=copies), dict(prepend=True, with_kwargs=True)  # before hooks that note padding
-    return [block.register_forward_pre_hook(partial(hook, is_first=block is blocks[0]), **first) for block in blocks]
+    hook = partial(_tile, copies=copies)
+    return [
+        block.register_forward_pre_hook(partial(hook, is_first=block is blocks[0]), with_kwargs=True)
+        for block in blocks
+    ]
 
 
 def _tile(
@@ -28,6 +34,10 @@ def _tile(
     mask = kwargs.get("attn_mask")
     if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) * copies == len(x):
         kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(copies, 0)}
+    # The hook that notes padding comes before or after: compiled, torch before 2.14 confuses hooks with prepend=True.
+    for layer in block.children():
+        if isinstance(layer, MoeMlp) and layer.padding is not None and len(layer.padding) * copies == len(x):
+            layer.padding = layer.padding.repeat_interleave(copies, 0)
     return (x, *inputs[1:]), kwargs
 
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
+#: Whether this torch has names that it does not document; others are used where it has not.
+_HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
+
 
 class Mode(Enum):
     """Mode of a call: what becomes of its operators. A layer asks :func:`current_mode` once and passes it on."""
@@ -30,12 +33,18 @@ def current_mode() -> Mode:
     """Tell in which mode the present call runs."""
     if torch.onnx.is_in_onnx_export():  # asked first: the newer exporter goes through torch.export
         return Mode.ONNX
-    # torch.compiler.is_exporting() is a constant True in compiled code before torch 2.14, unlike its flag.
-    if torch.compiler._is_exporting_flag:
+    if _is_exporting():
         return Mode.EXPORTED
     if torch.compiler.is_compiling():
         return Mode.COMPILED
     return Mode.TRACED if torch.jit.is_tracing() else Mode.EAGER
+
+
+def _is_exporting() -> bool:
+    # torch.compiler.is_exporting() is a constant True in compiled code before torch 2.14, unlike the flag that it reads.
+    if _HAS_FLAG:
+        return torch.compiler._is_exporting_flag
+    return torch.compiler.is_exporting()
 
 
 def call_with(
@@ -98,13 +107,21 @@ def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             return (function.forward if is_operator else function.apply)(*args)
-        if torch._C._are_functorch_transforms_active():
+        if _are_transforms_active():
             return function.apply(*args)
         if torch.is_grad_enabled() or any(map(_is_dual, args)):
             return in_one_step.apply(*args)
         return function.forward(*args)
 
     return call
+
+
+def _always() -> bool:
+    return True
+
+
+# What torch.autograd.Function itself asks. Without it, every call is as under torch.func, which takes longer.
+_are_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _always)
 
 
 def _is_dual(x: Any) -> bool:
