@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from timm_moe.convert import ffn_paths
 from timm_moe.convert.blocks import select_blocks
-from timm_moe.rivals import Fusion, SwitchEma, scale_learning_rates
 
 from . import candidates, device_images
+from .rivals import Fusion, SwitchEma, scale_learning_rates
 
 
 def switch_ema(window: str) -> None:

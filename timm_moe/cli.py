@@ -37,7 +37,6 @@ from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_folder, check_writable, write_json
 from .model_config import get_pretrained_cfg, preprocessing
 from .models.registered import is_named_after_stock, is_registered_here, registered_models
-from .rivals import sampled_members
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,6 +134,8 @@ def _loading(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    from studies.rivals import sampled_members
+
     from .analysis.evaluation import evaluate, table  # needs torchmetrics
 
     if args.json:

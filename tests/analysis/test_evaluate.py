@@ -19,6 +19,7 @@ from timm.models import save_for_hf
 from torch import nn
 from torch.nn import functional as F
 
+from studies.rivals import sampled_members
 from timm_moe import moe_layers
 from timm_moe.analysis import evaluation
 from timm_moe.analysis.data import Inference, image_folder, in_eval_mode
@@ -26,7 +27,6 @@ from timm_moe.analysis.evaluation import evaluate
 from timm_moe.layers import MoeMlp
 from timm_moe.layers.experts import dropouts
 from timm_moe.layers.routers import RandomPartition
-from timm_moe.rivals import sampled_members
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import timm_moe
+from studies.rivals.fused import FusedMlp, Fusion
 from timm_moe.layers import EwaMlp, MoeMlp, SharedExpertMlp, TopKRouter
 from timm_moe.layers.grouped import Runs, grouped_linear
-from timm_moe.rivals.fused import FusedMlp, Fusion
 
 
 class Own(nn.Module):

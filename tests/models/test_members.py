@@ -7,7 +7,7 @@ import timm
 import torch
 from common import SMALL_VIT
 
-from timm_moe.rivals import sampled_members
+from studies.rivals import sampled_members
 
 EXPERTS = dict(num_experts=4, moe_layers="last-2", expert_dropout=0.0)
 NAMES = {

@@ -63,7 +63,7 @@ def evaluate(
         images: from :func:`timm_moe.analysis.data.image_folder`.
         ood_images: images of other classes, which the largest mean probability should tell from the first.
         inference: settings of the forwards.
-        members: gives the members of a model, if not its own, as :func:`timm_moe.rivals.sampled_members`.
+        members: gives the members of a model, if not its own, as :func:`studies.rivals.sampled_members`.
 
     Returns:
         The first seven numbers of :data:`LABELS`; of several members the next six, means over members or their pairs;

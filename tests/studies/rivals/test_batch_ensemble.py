@@ -11,11 +11,11 @@ from timm.scheduler import create_scheduler_v2
 from timm.task import ClassificationTask
 from torch import nn
 
+from studies.rivals import BatchEnsembleLinear
 from timm_moe.analysis.evaluation import own_members
 from timm_moe.analysis.info import model_info
 from timm_moe.layers.ensemble import ensemble_log_probabilities
 from timm_moe.models.registered import weightless_model
-from timm_moe.rivals import BatchEnsembleLinear
 
 
 @settings(max_examples=25)

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.blocks import moe_layers
-from ..layers import tile
-from ..layers.experts import dropouts
+from timm_moe.convert.blocks import moe_layers
+from timm_moe.layers import tile
+from timm_moe.layers.experts import dropouts
 
 
 def sampled_members(samples: int) -> Callable[[nn.Module, str, Tensor], Tensor]:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from timm.layers import Mlp
 
 import timm_moe
+from studies.rivals import FusedMlp, Fusion
 from timm_moe import convert_to_moe, moe_layers, to_dense
 from timm_moe.analysis.info import model_info
 from timm_moe.analysis.routes.statistics import routed_layers
-from timm_moe.rivals import FusedMlp, Fusion
 
 
 def fused_layer(width=6, num_experts=3, common_share=0.0):

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.optim import Optimizer
 
-from ..convert.blocks import select_blocks
-from ..layers.checks import check_choice, check_integer, check_number
-from ..layers.functional import kept_whole
-from ..models.ensemble import MembersMixin
-from ..models.registration import create_vit, register_variants, vmoe_variants
-from ..models.vision_transformer import PreLogitsVisionTransformer
+from timm_moe.convert.blocks import select_blocks
+from timm_moe.layers.checks import check_choice, check_integer, check_number
+from timm_moe.layers.functional import kept_whole
+from timm_moe.models.ensemble import MembersMixin
+from timm_moe.models.registration import create_vit, register_variants, vmoe_variants
+from timm_moe.models.vision_transformer import PreLogitsVisionTransformer
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 

@@ -7,10 +7,10 @@ import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..convert.registry import RouterSpec, register_router
-from ..layers import MoeMlp, Router, Routing
-from ..layers.checks import check_number
-from ..layers.functional import current_mode, no_autocast
+from timm_moe.convert.registry import RouterSpec, register_router
+from timm_moe.layers import MoeMlp, Router, Routing
+from timm_moe.layers.checks import check_number
+from timm_moe.layers.functional import current_mode, no_autocast
 
 
 class Fusion(Router):
