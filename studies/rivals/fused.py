@@ -75,7 +75,6 @@ class FusedMlp(MoeMlp):
     """
 
     deploys_dense = True
-    fused = True
 
     def __init__(self, ffn: nn.Module, router: Fusion, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, router, num_experts, expert_init, **options)
@@ -107,7 +106,9 @@ class FusedMlp(MoeMlp):
             return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
 
     def _fused(self) -> dict[str, Tensor]:
-        """Add up the experts by their weights, in float32 or wider."""
+        """Add up the experts by their weights, in float32 or wider; ValueError if other processes hold some."""
+        if self.dispatcher is not None:
+            raise ValueError(f"{self.path} merges its experts, which needs all of them in each process.")
         weights_E, fused = self.router(), {}
         with no_autocast(weights_E):
             for name, stacked in self.expert_weights().items():

@@ -13,7 +13,7 @@ from ..convert.blocks import copy_sharing_tensors, moe_layers, parameters, unwra
 from ..convert.dense import require_weights, to_dense_
 from ..files import check_folder, holds_something, publish, staged
 from ..model_config import get_pretrained_cfg, model_input_size, records_arguments, set_pretrained_cfg
-from ..models.registered import is_registered_here
+from ..models.registered import registrar
 from .formats import (
     FILES,
     Format,
@@ -167,7 +167,7 @@ def _load(source: nn.Module | str | Path, settings: ModelOptions, allow_nonfinit
     require_weights(model)
     if method is None and not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if method is None and not is_registered_here(architecture_of(model)):
+    if method is None and registrar(architecture_of(model)) is None:
         raise ValueError(
             f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
             "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."

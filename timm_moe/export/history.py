@@ -76,7 +76,6 @@ class Experts(_Record):
     averaged: bool  # whether they were averaged in training
     mean: bool  # whether the model in eval mode computes the same as the network made of its experts
     parameters: int  # of the whole model
-    fused: bool = False  # whether learned weights fuse the experts
 
     @classmethod
     def of(cls, model: nn.Module) -> "Experts":
@@ -89,7 +88,6 @@ class Experts(_Record):
             averaged=any(isinstance(layer, EwaMlp) or layer.share_rate > 0 for layer in layers),
             mean=all(layer.deploys_dense for layer in layers),
             parameters=parameters(model),
-            fused=all(layer.fused for layer in layers),
         )
 
 
@@ -152,6 +150,8 @@ def recorded_history(folder: Path) -> History | None:
         if record is None or record.pop("weights", None) != digest(folder):
             return None
         experts = record.get("experts")
+        if experts is not None:
+            experts.pop("fused", None)  # stated by earlier exports, but never true of a model of this package
         return History(**{**record, "experts": None if experts is None else Experts(**experts)})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
