@@ -93,6 +93,11 @@ def test_a_module_imports_from_its_room_and_from_floors_below():
     assert not upwards, upwards
 
 
+def test_nothing_knows_the_studies():
+    known = [name for file in FILES for name in libraries_of(file) if name.partition(".")[0] == "studies"]
+    assert not known, known
+
+
 def test_only_the_commands_know_the_workbench():
     known = [
         f"{module_of(file)} imports {imported}"
