@@ -114,8 +114,6 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are an ensemble")
     _add_data_options(parser)
     _add_ood_options(parser)
-    samples = "take M samples with the dropout of the experts left on, each a member of an ensemble"
-    parser.add_argument("--mc-dropout", type=int, metavar="M", help=samples)
     _add_json_options(parser)
 
 

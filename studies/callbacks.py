@@ -1,15 +1,12 @@
-"""Additions to timm's train.py: ``python -m studies.callbacks NAME[=VALUE] ... train.py OPTIONS``.
+"""Additions to timm's train.py: ``python -m studies.script NAME[=VALUE] ... train.py OPTIONS``.
 
-The script itself is unmodified. An addition wraps timm's factory of optimizers or schedulers before the script starts.
+An addition wraps timm's factory of optimizers or schedulers before the script starts.
 """
 
 import functools
 import inspect
-import runpy
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import timm.layers
@@ -21,9 +18,9 @@ from torch.optim import Optimizer
 
 from timm_moe.convert import ffn_paths
 from timm_moe.convert.blocks import select_blocks
-from timm_moe.rivals import Fusion, SwitchEma, scale_learning_rates
 
 from . import candidates, device_images
+from .rivals import Fusion, SwitchEma, factors, scale_learning_rates
 
 
 def switch_ema(window: str) -> None:
@@ -48,6 +45,18 @@ def lr_divided(value: str) -> None:
 def _divide(optimizer: Optimizer, model: nn.Module, places: str, divisor: float) -> None:
     slowed = {parameter: 1 / divisor for network in _networks(model, places) for parameter in network.parameters()}
     scale_learning_rates(optimizer, slowed)
+
+
+def factor_lr(multiplier: str) -> None:
+    """Multiply the learning rate of the factors of batch ensembles."""
+
+    def multiply(optimizer: Optimizer, arguments: dict[str, Any]) -> None:
+        found = factors(arguments["model_or_params"])
+        if not found:
+            raise ValueError("The model has no factors of a batch ensemble: take a vit_be_*.")
+        scale_learning_rates(optimizer, dict.fromkeys(found, float(multiplier)))
+
+    _around(timm.optim, "create_optimizer_v2", after=multiply)
 
 
 def begin_divided(value: str) -> None:
@@ -125,7 +134,7 @@ def plain_attention(value: str) -> None:
 
 
 def candidate_routers(value: str) -> None:
-    """Register the routers of :mod:`studies.candidates`, which the import of this file has done."""
+    """Do nothing: :mod:`studies.script` has registered the routers. Trainings are stated with this name."""
 
 
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
@@ -169,6 +178,7 @@ CALLBACKS: dict[str, Callable[[str], None]] = {
     "candidate_routers": candidate_routers,
     "switch_ema": switch_ema,
     "lr_divided": lr_divided,
+    "factor_lr": factor_lr,
     "begin_divided": begin_divided,
     "only_fusion": _with_model(_freeze_all_but_fusion),
     "rate_by_depth": _with_model(candidates.rate_by_depth),
@@ -176,18 +186,3 @@ CALLBACKS: dict[str, Callable[[str], None]] = {
     "drop_path_by_expert": _with_model(candidates.drop_path_by_expert),
     **{name: _with_model(functools.partial(candidates.follow, name)) for name in candidates.CANDIDATES},
 }
-
-
-def main(*arguments: str) -> None:
-    """Run a script of timm with callbacks."""
-    place = next(number for number, argument in enumerate(arguments) if argument.endswith(".py"))
-    for callback in arguments[:place]:
-        name, _, value = callback.partition("=")
-        CALLBACKS[name](value)
-    sys.argv = [*arguments[place:]]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,11 +1,6 @@
-"""Ways of training and merging experts that only studies try.
-
-The command ``python -m studies.candidates SCRIPT OPTIONS`` runs a script with the routers of this file registered.
-"""
+"""Ways of training and merging experts that only studies try. The import registers their routers."""
 
 import math
-import runpy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -126,8 +121,3 @@ def _drop_experts(layer: EwaMlp, rate: float) -> None:
 
     layer.router.register_forward_hook(keep_routing)
     layer.register_forward_hook(drop)
-
-
-if __name__ == "__main__":
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -17,9 +17,11 @@ from PIL import Image
 from timm.data import ImageDataset
 from torchvision.transforms.v2 import functional
 
-from timm_moe.analysis.data import Inference, image_folder
+from timm_moe.analysis.data import Inference
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.images import read_image
+
+from .evaluation import add_data_options, read_data_options
 
 #: Maps an RGB image to another one of its size.
 Corruption = Callable[[Image.Image], Image.Image]
@@ -118,13 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.corruptions", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("-j", "--workers", type=int, default=0)
+    add_data_options(parser)
     args = parser.parse_args()
-    inference = Inference(workers=args.workers, device=args.device)
-    measured = measure(args.model, image_folder(args.data_dir, args.split), inference)
+    measured = measure(args.model, *read_data_options(args))
     args.file.write_text(json.dumps(measured, indent=1))
 
 

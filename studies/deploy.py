@@ -69,11 +69,7 @@ class Export:
 
 @dataclass(frozen=True)
 class ExportOfCandidate(Export):
-    """The same, of a model with a router of :mod:`studies.candidates`."""
-
-    def commands(self, training: Path, target: Path) -> list[list[str]]:
-        (command,) = super().commands(training, target)
-        return [[sys.executable, "-m", "studies.candidates", *command]]
+    """The same, of a model with a router of :mod:`studies.candidates`. Results are stated with this name."""
 
 
 @dataclass(frozen=True)
@@ -130,5 +126,5 @@ def _export_mean(checkpoints: list[str], target: Path) -> list[list[str]]:
 
 
 def _export(checkpoint: Path, target: Path, *options: str) -> list[str]:
-    command = str(Path(sys.executable).with_name("timm-moe"))
-    return [command, "export", str(checkpoint), str(target), "--overwrite", *options]
+    script = [sys.executable, "-m", "studies.script", "timm-moe"]
+    return [*script, "export", str(checkpoint), str(target), "--overwrite", *options]

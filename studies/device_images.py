@@ -1,6 +1,6 @@
 """Images that stay on the device, and are augmented there as timm's loaders augment them on the CPU.
 
-``python -m studies.callbacks on_device train.py OPTIONS`` does to tensors what train.py tells timm's loaders to do to
+``python -m studies.script on_device train.py OPTIONS`` does to tensors what train.py tells timm's loaders to do to
 files: the same transforms, with the same distributions for each image. The order of the images, mixup and cutmix are
 timm's own code with its random numbers; crops, flips, colors and erasing have a generator of their own, which the seed
 begins. What is not known here is refused.

@@ -77,7 +77,7 @@ class Validation(Measure):
 
 @dataclass(frozen=True)
 class Evaluation(Measure):
-    """Metrics of a model or an ensemble, by ``timm-moe evaluate``.
+    """Metrics of a model or an ensemble, by :mod:`studies.evaluation`.
 
     Attributes:
         options: further options of the command.
@@ -92,8 +92,8 @@ class Evaluation(Measure):
     )
 
     def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
-        command = [str(Path(sys.executable).with_name("timm-moe")), "evaluate", *map(str, models), *self.options]
-        return [*command, "--json", str(file), "--overwrite", *data]
+        command = [sys.executable, "-m", "studies.evaluation", *map(str, models), *self.options]
+        return [*command, "--json", str(file), *data]
 
     def read(self, file: Path) -> dict[str, float]:
         metrics = json.loads(file.read_text())["metrics"]

@@ -222,12 +222,10 @@ class Run:
         return [{"epoch": epoch, **{key: float(known[epoch][key]) for key in keys}} for epoch in sorted(known)]
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
-        script = [str(self.place.scripts / "train.py")]
         callbacks = self.training.callback.split()
         if self.place.until < math.inf:
             callbacks.append(f"until={self.place.until}")
-        if callbacks:
-            script = ["-m", "studies.callbacks", *callbacks, *script]
+        script = ["-m", "studies.script", *callbacks, str(self.place.scripts / "train.py")]
         stated = self.stated()
         options = ["--model", stated["model"], *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else [])]
         options += ["--val-split", ""]  # a training with --val-split test among its options has a curve
@@ -289,7 +287,8 @@ class Run:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             last_line = (Path(log.name).read_text().splitlines() or [""])[-1]
-            what = next(Path(word).name for word in command if not word.startswith("-") and word != sys.executable)
+            words = (word for word in command[1:] if not word.startswith("-") and word != "studies.script")
+            what = Path(next(words)).name
             raise RunFailed(f"{self.name}: {what} ended with {process.returncode}: {last_line} ({log.name})")
         is_cpu = self.place.device == "cpu"
         seconds = usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started

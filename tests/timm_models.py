@@ -31,17 +31,11 @@ EXCLUDED = (
     ("test_model_inference", "*", "needs files that timm keeps on the Hub under a model's own name"),
     ("test_model_forward*_torchscript", "*moe*", "expert layers have no TorchScript form"),
     ("test_model_forward*_torchscript", "widenet_*", "expert layers have no TorchScript form"),
-    ("test_model_forward*_torchscript", "vit_be_*", "the members' layers have no TorchScript form"),
     ("test_model_forward*_torchscript", "t2t_*", "its windows have no TorchScript form"),
     ("test_model_backward*", "t2t_*", "its positions are fixed, so they get no gradient"),
     ("test_model_backward*", "swin_moe_*", "the biases of its last layers are zero for good, so they get no gradient"),
     ("test_model_default_cfgs_non_std", "t2t_*", "it has no first convolution"),
     ("test_model_default_cfgs*", "*_pbe_*", "its outputs are float32: the mean of members is not rounded to bfloat16"),
-    ("test_model_default_cfgs*", "vit_be_*", "its outputs are float32: the mean of members is not rounded to bfloat16"),
-    ("test_model_default_cfgs*", "*_mimo_*", "its outputs are float32: the mean of members is not rounded to bfloat16"),
-    ("test_model_backward*", "*_mimo_*", "its training shuffles four images or more, the test has two"),
-    ("test_model_forward*_torchscript", "vit_mimo_*", "training draws images, which TorchScript does not compile"),
-    ("test_model_forward_fx*", "*_mimo_*", "it takes images of one or of all members, by their channels"),
 )
 
 

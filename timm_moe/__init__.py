@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import timm as timm  # its import registers the models, where timm_moe_autoload is at work
 
-from .registration import models, rivals
+from .registration import models
 
 # isort: split
 # What is above checks the version of timm.
@@ -39,7 +39,6 @@ __all__ = [
     "push_dense",
     "push_moe",
     "register_router",
-    "rivals",
     "routing_summary",
     "to_dense",
 ]

@@ -37,8 +37,7 @@ from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json
 from .model_config import get_pretrained_cfg, preprocessing
-from .models.registered import is_named_after_stock, is_registered_here, registered_models
-from .rivals import sampled_members
+from .models.registered import is_named_after_stock, is_registered_here, registered_models, registrar
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +82,8 @@ def _export(args: argparse.Namespace) -> None:
         difference = result.largest_difference
         compared = f"differ by at most {difference:.3g} from" if difference else "equal"
         source = "the source model's" if result.exact else "the outputs of the dense network made of the experts"
-        loader = "timm with this package" if is_registered_here(result.architecture) else "stock timm"
+        module = registrar(result.architecture)
+        loader = "stock timm" if module is None else f"timm with {module.partition('.')[0]}"
         show(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
         if not result.exact:
             show("It is not the model that was trained: validate it, or train it further, before you use it.")
@@ -140,8 +140,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     _check_json(args)
     images, ood_images = _images(args)
-    members: dict[str, Any] = {} if args.mc_dropout is None else {"members": sampled_members(args.mc_dropout)}
-    result = evaluate(args.sources, images, ood_images, **_loading(args), **members)
+    result = evaluate(args.sources, images, ood_images, **_loading(args))
     show(*args.sources, *table(result).split("\n"))
     _write_result(args, metrics=result)
 

@@ -19,7 +19,6 @@ from .integrations import timm as timm_hooks
 try:
     timm_hooks.install()
     from . import models as models
-    from . import rivals as rivals
 except BaseException:
     timm_hooks.uninstall()
     raise

@@ -19,14 +19,11 @@ from timm.models import save_for_hf
 from torch import nn
 from torch.nn import functional as F
 
-from timm_moe import moe_layers
 from timm_moe.analysis import evaluation
 from timm_moe.analysis.data import Inference, image_folder, in_eval_mode
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.layers import MoeMlp
-from timm_moe.layers.experts import dropouts
 from timm_moe.layers.routers import RandomPartition
-from timm_moe.rivals import sampled_members
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")
@@ -313,104 +310,6 @@ def test_benefits_of_the_papers_table_2(capsys):
         assert f"lies between 0 and 100, got {accuracy}" in capsys.readouterr().err
     assert main(["benefits", "--student", "70", "--teacher", "72.8", "--dense", "72.8"]) == 1
     assert "its experts bring nothing" in capsys.readouterr().err
-
-
-def with_dropout(name="vit_small_moe", **options):
-    return seeded_model(name, 3, **{"expert_dropout": 0.5, **options})
-
-
-@pytest.mark.parametrize(("name", "first"), [("vit_small_moe", 1), ("widenet_b", 0), ("vit_tiny_ewa_moe", 1)])
-def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
-    model = with_dropout(name)
-    x = torch.randn(4, 3, 32, 32)
-    with torch.no_grad():
-        alone = model(x)
-        rows = []
-        handles = [
-            block.register_forward_hook(lambda _, inputs, output: rows.append(len(output))) for block in model.blocks
-        ]
-        samples = sampled_members(3)(model, "it", x)
-        for handle in handles:
-            handle.remove()
-        assert rows == [4] * first + [12] * (4 - first)
-        assert not torch.allclose(samples[:, 0], samples[:, 1])
-        assert torch.equal(model(x), alone)
-        for layer in moe_layers(model).values():
-            for dropout in (layer.drop1, layer.drop2):
-                dropout.p = 1e-9  # as good as none: every sample is the model
-        torch.testing.assert_close(sampled_members(3)(model, "it", x), alone[:, None].expand(-1, 3, -1))
-
-
-PIT = dict(base_dims=[8, 8, 8], depth=[1, 2, 1], heads=[1, 1, 1], num_classes=5)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "side"),
-    [
-        ("widenet_b", dict(SMALL_VIT, routing_groups=2), 32),
-        ("pit_ti_distilled_224_ewa_moe", PIT, 224),
-        ("twins_svt_small_ewa_moe", dict(embed_dims=[8, 8, 8, 8], num_heads=[1, 1, 1, 1], depths=[2, 2, 2, 2]), 64),
-        ("coat_tiny_ewa_moe", dict(embed_dims=[8] * 4, serial_depths=[1] * 4, parallel_depth=2, num_heads=8), 224),
-        (
-            "crossvit_9_240_ewa_moe",
-            dict(depth=[[1, 2, 0]], embed_dim=(8, 8), num_heads=(2, 2), mlp_ratio=(2, 2, 1)),
-            240,
-        ),
-        (
-            "tnt_s_patch16_224_ewa_moe",
-            dict(embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2, num_heads_inner=2),
-            224,
-        ),
-        ("swin_tiny_patch4_window7_224_ewa_moe", dict(embed_dim=8, depths=[1, 2], num_heads=[1, 1]), 224),
-    ],
-)
-def test_mc_dropout_of_models_that_branch(name, options, side):
-    model = timm.create_model(name, **options, expert_dropout=0.5).eval()
-    x = torch.randn(2, 3, side, side)
-    with torch.no_grad():
-        alone = model(x)
-        samples = sampled_members(3)(model, "it", x)
-        assert (samples[:, 0] != samples[:, 1]).any()
-        for layer in moe_layers(model).values():
-            for _, dropout in dropouts(layer):
-                dropout.p = 1e-9  # as good as none: every sample is the model
-        torch.testing.assert_close(sampled_members(3)(model, "it", x), alone[:, None].expand(-1, 3, -1))
-
-
-def test_mc_dropout_is_evaluated_as_members(splits):
-    result = evaluate([with_dropout()], image_folder(splits, "val"), inference=HERE, members=sampled_members(4))
-    assert result["members"] == 4
-    assert result["pairwise_kl"] > 0
-    models = [with_dropout(), with_dropout("vit_tiny_ewa_moe")]
-    both = evaluate(models, image_folder(splits, "val"), inference=HERE, members=sampled_members(2))
-    assert both["members"] == 4
-
-
-def test_mc_dropout_by_the_command(splits, tmp_path):
-    stated = {"model_kwargs": {**OPTIONS, "expert_dropout": 0.5}}
-    checkpoint = save(with_dropout(), "vit_small_moe", tmp_path / "a.pth.tar", **stated)
-    written = written_by_the_command(checkpoint, splits, "--mc-dropout", "3")
-    assert (written["mc_dropout"], written["metrics"]["members"]) == (3, 3)
-    assert written["metrics"]["pairwise_kl"] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("vit_tiny_patch16_224", {}, "no experts with dropout"),
-        ("vit_small_moe", {}, "no experts with dropout: train it with --model-kwargs expert_dropout"),
-        ("vmoe_pbe_s32", dict(num_experts=4), "has members of its own"),
-    ],
-)
-def test_models_that_mc_dropout_cannot_sample_are_refused(splits, name, options, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate(
-            [seeded_model(name, 1, **options)], image_folder(splits, "val"), inference=HERE, members=sampled_members(2)
-        )
-    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
-        evaluate(
-            [seeded_model(name, 1, **options)], image_folder(splits, "val"), inference=HERE, members=sampled_members(1)
-        )
 
 
 def test_a_process_of_several_evaluates_by_itself(splits, model, monkeypatch):

@@ -69,7 +69,7 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"num_experts": 1}, "A single expert has nothing to be averaged with: num_experts=1 needs share_rate=0"),
         ({"share_rate": float("nan")}, "share_rate must lie between 0"),
         ({"share_schedule": "cosine"}, "share_schedule must be one of linear, constant, early, late, got 'cosine'"),
-        ({"router": "magic"}, "router must be one of random, top_k, expert_choice, soft, fused, got 'magic'"),
+        ({"router": "magic"}, "router must be one of random, top_k, expert_choice, soft.*, got 'magic'"),
         ({"expert_init": "zero"}, "expert_init must be one of"),
     ],
 )

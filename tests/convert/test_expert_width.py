@@ -15,7 +15,7 @@ from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.convert.blocks import parameters
 from timm_moe.convert.gather import METHODS
 from timm_moe.export.export import export_moe
-from timm_moe.layers import MoeMlp, SharedExpertMlp
+from timm_moe.layers import SharedExpertMlp
 
 #: All four parts of a copy for every token, without gates: the upcycled model is the dense one.
 EXACT = dict(router="top_k", top_k=4, num_experts=8, expert_width=0.25, gate_mode="one", capacity_factor="none")
@@ -183,13 +183,3 @@ def test_different_units_are_not_averaged_by_hand():
         optimizer.step()
     averaging.remove()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_fused_experts_that_are_dropped_are_no_copies(recwarn):
-    dense, _ = dense_and_images()
-    model = timm_moe.convert_to_moe(copy.deepcopy(dense), router="fused", expert_init="drop")
-    model.load_state_dict({**model.state_dict(), **{k: v for k, v in dense.state_dict().items() if ".mlp." in k}})
-    layer = model.blocks[1].mlp
-    assert isinstance(layer, MoeMlp)
-    assert not torch.equal(layer.fc1.weight[0], layer.fc1.weight[1])
-    assert not [warning for warning in recwarn if "copies" in str(warning.message)]

@@ -51,8 +51,6 @@ ROUTED = [
     ("vmoe_pbe_s32", dict(ensemble="partitioning")),
     ("vmoe_pbe_s32", dict(ensemble="multi_head", top_k=2)),
     ("vit_tiny_ewa_moe", {}),
-    ("vit_be_s32", dict(num_experts=None)),
-    ("vit_mimo_s32", dict(num_experts=None)),
     ("t2t_i2_32_ewa_moe", {}),
     ("t2t_i2_32_ewa_moe", dict(router="top_k", **SL)),
 ]

@@ -20,13 +20,12 @@ pytestmark = [pytest.mark.ci]
 EXPERTS = ["fc1.weight", "fc2.weight"]
 SMALL = {"vit_tiny_ewa_moe": SMALL_VIT, "vit_tiny_moe": SMALL_VIT}
 SMALL["vimoe_s14_shared"] = dict(img_size=28, embed_dim=32, num_heads=2, num_classes=5)
-SMALL["fused"] = dict(SMALL_VIT, router="fused")
 every_kind = pytest.mark.parametrize("name", SMALL)
 
 
 def create(name="vit_tiny_ewa_moe", **options):
     torch.manual_seed(0)
-    return timm.create_model("vit_tiny_ewa_moe" if name == "fused" else name, **SMALL[name], **options)
+    return timm.create_model(name, **SMALL[name], **options)
 
 
 def adapt(model, **options):

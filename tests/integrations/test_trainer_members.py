@@ -8,6 +8,7 @@ from common import OPTIONS
 from torch import nn
 from torch.nn import functional as F
 
+import studies.rivals  # noqa: F401  (registers the models)
 import timm_moe
 
 transformers = pytest.importorskip("transformers")
@@ -17,7 +18,7 @@ from timm_moe.integrations.transformers import ExpertCallback  # noqa: E402
 pytestmark = [pytest.mark.ci]
 
 EXPERTS = dict(num_experts=4, moe_layers="last-2", aux_loss_weight=0.0)
-NAMES = {"vmoe_pbe_s32": EXPERTS, "vit_be_s32": {}, "vit_mimo_s32": dict(batch_repetitions=2), "vmoe_mimo_s32": EXPERTS}
+NAMES = {"vmoe_pbe_s32": EXPERTS, "vit_be_s32": {}, "vit_mimo_s32": {}, "vmoe_mimo_s32": EXPERTS}
 
 
 def wrapped(name):
@@ -82,7 +83,7 @@ def test_the_loss_is_the_mean_of_the_members(name, way, tmp_path, caplog):
         trainer.train()
     ((shown, logits),) = seen
     labels = torch.tensor([int((images == image).flatten(1).all(1).nonzero()) % 5 for image in shown])
-    assert logits.shape == (6, 4 if "batch_repetitions" in NAMES[name] else 2, 5)
+    assert logits.shape == (6, 2, 5)
     each = [criterion(of_member, labels) for of_member in logits.unbind(1)]
     expected = torch.stack(each).mean().item()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)

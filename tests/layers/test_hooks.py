@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations, prune
 import timm_moe
 from timm_moe.layers import EwaMlp, MoeMlp, SharedExpertMlp, TopKRouter
 from timm_moe.layers.grouped import Runs, grouped_linear
-from timm_moe.rivals.fused import FusedMlp, Fusion
 
 
 class Own(nn.Module):
@@ -37,7 +36,6 @@ LAYERS = {
     "routed": lambda act: MoeMlp(Mlp(8, 12, act_layer=act), top_k(), 4, "independent"),
     "EWA": lambda act: EwaMlp(Mlp(8, 12, act_layer=act), 4, "independent"),
     "shared": lambda act: SharedExpertMlp(Mlp(8, 12, act_layer=act), top_k(), 4, "independent"),
-    "fused": lambda act: FusedMlp(Mlp(8, 12, act_layer=act), Fusion(4), 4, "independent"),
     "own": lambda act: MoeMlp(Own(8, 12, act), top_k(), 4, "independent"),
 }
 every_layer = pytest.mark.parametrize("kind", LAYERS)

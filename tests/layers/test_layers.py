@@ -244,7 +244,6 @@ WITH_WEIGHTS = [
     dict(router="top_k", routing_unit="image"),
     dict(router="soft"),
     dict(router="expert_choice"),
-    dict(router="fused", common_share=0.5),
 ]
 
 

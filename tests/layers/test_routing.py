@@ -312,7 +312,6 @@ def test_expert_dropout_is_of_the_experts_only():
         ({"aux_loss_weight": -0.1}, "aux_loss_weight must be a number of at least 0, got -0.1"),
         ({"aux_loss": "entropy"}, "A router's losses are importance, .*, global_entropy, z, got 'entropy'"),
         ({"aux_loss": "load"}, "give a noise_std above 0"),
-        ({"common_share": 0.5}, "common_share is an option of router='fused', which router='top_k' does not have"),
         ({"router": "random"}, "capacity_factor is an option of router='top_k', which router='random' does not have"),
         ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
     ],

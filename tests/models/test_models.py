@@ -76,11 +76,9 @@ def test_feature_extraction_by_tracing_keeps_expert_layers_whole(images):
         ("vit_tiny_ewa_moe", {}),
         ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.0, eval_capacity_factor=0.6)),
         ("vit_tiny_moe", dict(shared_expert=True)),
-        ("vit_tiny_ewa_moe", dict(router="fused")),
         ("widenet_b", dict(routing_groups=2)),
         ("t2t_i2_32_ewa_moe", {}),
         ("vmoe_pbe_s32", {}),
-        ("vit_be_s32", {}),
     ],
 )
 def test_torchvisions_feature_extraction(name, options, training, images):
@@ -364,9 +362,6 @@ OTHERS = (
         "pit_xs_32",
         "swin_tiny_patch2_window4_32",
         "t2t_i2_32_ewa_moe",
-        "vit_be_b32",
-        "vit_mimo_b32",
-        "vmoe_mimo_s32",
         "vmoe_b16",
         "vimoe_s14_shared",
         "soft_moe_s16",

@@ -364,7 +364,7 @@ def train(folder, images, *arguments, callbacks=()):
         *("--output", folder, "--experiment", "train", *arguments),
     )
     folder.mkdir()
-    script = ["-m", "studies.callbacks", *callbacks, f"{SCRIPTS}/train.py", *map(str, options)]
+    script = ["-m", "studies.script", *callbacks, f"{SCRIPTS}/train.py", *map(str, options)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = run_new([sys.executable, *script], cwd=folder, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -71,10 +71,12 @@ NOT_RUN = {
     "python tests/timm_models.py": "timm's tests, a part of .ci/run",
     "python -m benchmarks.programme": "takes a GPU: tests/project/test_programme.py",
     "python -m studies": "trains for days: tests/project/test_studies_runs.py",
+    "python -m studies.script": "tests/studies/rivals/test_scripts.py",
+    "python -m studies.evaluation": "tests/studies/rivals/test_mc_dropout.py",
     "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
 }
 #: Commands without an argparse parser.
-NO_PARSER = ("python tests/timm_models.py",)
+NO_PARSER = ("python tests/timm_models.py", "python -m studies.script")
 
 # --- the files in the folder of a section
 

@@ -20,15 +20,12 @@ FLOORS = (
     ("integrations",),
     ("models",),
     ("checkpoints",),
-    ("export", "rivals"),
+    ("export",),
     ("callbacks", "analysis"),
     ("cli",),
     ("registration",),
     ("__init__",),
 )
-#: What the papers only compare with: only the front door and the commands know it.
-BESIDE = {"rivals"}
-FRONT = {"__init__", "registration", "cli"}
 #: What is done with a trained model: behind the library, which does not know it. Only the commands do.
 WORKBENCH = "analysis"
 #: Imported by every room, so that it belongs to none.
@@ -96,13 +93,8 @@ def test_a_module_imports_from_its_room_and_from_floors_below():
     assert not upwards, upwards
 
 
-def test_only_the_front_door_and_the_commands_know_rivals():
-    known = [
-        f"{module_of(file)} imports {imported}"
-        for file in FILES
-        for imported in imports_of(file)
-        if room_of(imported) in BESIDE and room_of(module_of(file)) not in {room_of(imported), *FRONT}
-    ]
+def test_nothing_knows_the_studies():
+    known = [name for file in FILES for name in libraries_of(file) if name.partition(".")[0] == "studies"]
     assert not known, known
 
 

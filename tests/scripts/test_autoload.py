@@ -127,7 +127,7 @@ class Pause:
 
 def import_timm():
     import timm
-    seen["timm"] = timm.is_model("vit_small_ewa_moe") and timm.is_model("vit_mimo_b16")
+    seen["timm"] = timm.is_model("vit_small_ewa_moe") and timm.is_model("vmoe_b16")
 
 def import_package():
     import timm_moe

@@ -304,8 +304,6 @@ def refusals(rank, folder):
     before = copy.deepcopy(odd.state_dict())
     refused(r"2 processes cannot hold equally many of the 3 experts in blocks\.1\.mlp", odd, mesh["ep"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in odd.state_dict().items())
-    fused = timm.create_model("vit_tiny_ewa_moe", router="fused", **SMALL_VIT)
-    refused("merges its experts", fused, mesh["ep"])
     model = timm_moe.parallelize_experts(make_model("capacity"), mesh["ep"])
     refused(r"blocks\.1\.mlp is sharded or parallelized already", model, mesh["ep"])
     refused("is spread over processes", model, act=timm_moe.to_dense)

@@ -72,7 +72,6 @@ def shard(model, mesh, **options):
 MODELS = {
     # Every rank has the same images and draws the same partitions: the mean of the gradients is that of one process.
     "random partitions": (dict(model_name="vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant"), False),
-    "fused": (dict(model_name="vit_tiny_ewa_moe", router="fused"), False),
     # Each image is routed by itself.
     "expert choice": (
         dict(model_name="vit_tiny_moe", num_experts=6, router="expert_choice", noise_std=0.0, share_rate=0.3),
@@ -138,7 +137,7 @@ def training_worker(rank, folder, name):
     other = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, other, state, options=options)
-    if name not in ("fused", "fine-grained"):  # which are never averaged
+    if name != "fine-grained":  # which are never averaged
         averaging = ExpertWeightAveraging(model, other, total_updates=5)
         averaging.seek(ExpertWeightAveraging.of(optimizer).updates)
         assert averaging.updates == STEPS

@@ -1,6 +1,6 @@
 """Measures a classifier, or an ensemble of classifiers, on a folder of images with all of :mod:`.metrics`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,6 @@ from ..checkpoints.source import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
 from .rows import Rows
-
-#: From a model in eval mode, its name and images to the logits (B, M, C) of its members.
-Members = Callable[[nn.Module, str, Tensor], Tensor]
 
 #: Names and formats of the numbers of an evaluation in a table, in their order.
 LABELS = {
@@ -38,7 +35,7 @@ LABELS = {
 _ALONE: Any = {"sync_on_compute": False}
 
 
-def own_members(model: Any, name: str, x: Tensor) -> Tensor:
+def own_members(model: Any, x: Tensor) -> Tensor:
     """Logits (B, M, C) of a model's members; a model without members is one."""
     return model.forward_members(x) if hasattr(model, "forward_members") else model(x).unsqueeze(1)
 
@@ -51,7 +48,6 @@ def evaluate(
     spec: ModelSpec | None = None,
     use_ema: bool = False,
     inference: Inference | None = None,
-    members: Members = own_members,
 ) -> dict[str, float]:
     """Measure one classifier, or the ensemble of all members of several classifiers.
 
@@ -63,7 +59,6 @@ def evaluate(
         images: from :func:`timm_moe.analysis.data.image_folder`.
         ood_images: images of other classes, which the largest mean probability should tell from the first.
         inference: settings of the forwards.
-        members: gives the members of a model, if not its own, as :func:`timm_moe.rivals.sampled_members`.
 
     Returns:
         The first seven numbers of :data:`LABELS`; of several members the next six, means over members or their pairs;
@@ -76,10 +71,10 @@ def evaluate(
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
     figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
-    for _, log_p_BMC, labels in predictions(models, names, images, inference, members):
+    for _, log_p_BMC, labels in predictions(models, names, images, inference):
         figures.update(log_p_BMC, labels)
     if ood_images is not None:
-        for _, log_p_BMC, _ in predictions(models, names, ood_images, inference, members):
+        for _, log_p_BMC, _ in predictions(models, names, ood_images, inference):
             figures.update_ood(log_p_BMC)
     return figures.result()
 
@@ -141,7 +136,6 @@ def predictions(
     names: Sequence[str],
     images: ImageDataset,
     inference: Inference,
-    members: Members = own_members,
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
     """Yield each model's images (B, ...), log-probabilities (B, M, C) of all members of all models, and labels (B,).
 
@@ -152,7 +146,7 @@ def predictions(
         parts = []
         for model, name, x in zip(models, names, inputs, strict=True):
             with inference.autocast():
-                logits = members(model, name, x)
+                logits = own_members(model, x)
             parts.append(logits.cpu().double().log_softmax(2))
             if parts[-1].isnan().any():
                 raise ValueError(f"{name} gives outputs that are NaN or Inf.")

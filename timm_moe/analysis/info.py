@@ -13,7 +13,7 @@ from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..convert.dense import to_dense
 from ..convert.find import ffn_paths
 from ..model_config import model_input_size
-from ..models.registered import check_registered, is_registered_here, weightless_model
+from ..models.registered import check_registered, registrar, weightless_model
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """Measure a registered model without allocating its weights.
 
     Raises:
-        ValueError: if there is no such model, or it has no expert layers and does not belong to this package.
+        ValueError: if there is no such model, or it has no expert layers and is one of timm's own.
     """
     check_registered(name)
     model = weightless_model(name, **kwargs)
-    if not moe_layers(model) and not is_registered_here(name):
+    if not moe_layers(model) and registrar(name) is None:
         raise ValueError(f"{name} has no expert layers.")
     return measure(model, name)
 

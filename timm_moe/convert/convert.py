@@ -48,8 +48,7 @@ def convert_to_moe(
             network cannot become experts counts too: a rule leaves it as it is, with a warning; its number is an error.
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE;
             ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts compute mixtures of an
-            image's tokens (Soft MoE); ``"fused"``, where learned weights merge the experts into one network before each
-            forward (ExFusion); the name of a router registered by :func:`timm_moe.register_router`; a
+            image's tokens (Soft MoE); the name of a router registered by :func:`timm_moe.register_router`; a
             :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts)`` -> :class:`timm_moe.layers.Router`.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
             ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch), ``"drop"``
@@ -63,9 +62,6 @@ def convert_to_moe(
             Each must treat every row independently; a few rows are run to check it.
         expert_dropout: rate of the dropout inside the experts; by default the dense network's.
         options: options of the router and of its layer, as follows.
-
-    Of ``router="fused"``:
-        common_share: fixed weight of the first expert, as of XFT's shared expert; 0 for none.
 
     Of ``router="soft"``:
         slots_per_expert: mixtures of an image's tokens that each expert computes.

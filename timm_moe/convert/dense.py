@@ -25,8 +25,8 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
 
     Raises:
         ValueError: if the model has no expert layers or holds them in pieces (FSDP), some of its weights are elsewhere
-            (offloaded by accelerate), the method is unknown or does not fit the networks (only ``"average"`` fits fused
-            ones), ``num_experts`` leaves parts over, or ``svd_ratio`` is not above 0 and at most 1.
+            (offloaded by accelerate), the method is unknown or does not fit the networks, ``num_experts`` leaves parts
+            over, or ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
     require_weights(model, or_none=True)
@@ -45,11 +45,6 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
-    for path, layer in layers.items():
-        if layer.fused and method != "average":
-            raise ValueError(
-                f"The experts in {path} are fused: they are one network, so method={method!r} has no place."
-            )
     for path in list(layers):
         if method == "svd":  # which takes seconds for every expert
             _logger.info("Gathering %s, %s layers left ...", path, len(layers))

@@ -66,7 +66,7 @@ class RouterSpec:
         layer: ``(ffn, router, num_experts, **options)`` -> the expert layer.
         layer_options: options of the layer with their defaults.
         check: raises ValueError if the model, or the options together, do not suit this router.
-        built_in: the router comes with this package, so no model has an argument with the name of one of its options.
+        built_in: no model has an argument with the name of one of its options, as of the routers of this package.
     """
 
     name: str

@@ -13,7 +13,7 @@ from torch import nn
 from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
-from ..models.registered import is_registered_here
+from ..models.registered import is_registered_here, registrar
 from .export import Written
 from .formats import architecture_of
 from .history import HUB_NAME, METRICS, Experts, History, public
@@ -46,6 +46,8 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     needed = "Plain timm loads it:"
     if is_registered_here(architecture):
         needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
+    elif module := registrar(architecture):
+        needed = f"Loading it needs the module `{module}`, whose import registers it with timm:"
     return Facts(
         library="timm",
         architecture=architecture,
@@ -163,9 +165,6 @@ def _of_experts(experts: Experts, method: str | None) -> str:
     if method is None:
         return f"It has {held}."
     name = public(experts.model)
-    if experts.fused:
-        fused = "which learned weights fuse into one network (ExFusion, arXiv 2603.27965)"
-        return f"It was trained as `{name}` with {held}, {fused}; this is that network."
     return f"It was trained as `{name}` with {held}, of which one network was made (`{public(method)}`)."
 
 
@@ -205,9 +204,9 @@ def _license(facts: Facts, history: History, stated: bool) -> str:
 
 
 def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:
-    """Cite the papers of a model's family, its averaging and its method; the text names the paper of fused experts."""
+    """Cite the papers of a model's family, its averaging and its method."""
     papers = papers_of(facts.architecture if experts is None else experts.model)
-    if experts is not None and not (experts.fused and not experts.averaged):
+    if experts is not None:
         averaged = ["EWA"] if experts.averaged else []
         gathered = ["OneS"] if method not in (None, "average") else []
         papers = list(dict.fromkeys([*papers, *averaged, *gathered])) or ["V-MoE"]

@@ -12,7 +12,7 @@ from ..checkpoints.source import load_source, own_copy
 from ..convert.blocks import moe_layers, parameters
 from ..convert.dense import to_dense_
 from ..files import check_apart, check_folder, holds_something, publish, staged
-from ..models.registered import is_registered_here
+from ..models.registered import registrar
 from .formats import FILES, Format, architecture_of, layout_of
 from .history import history_of
 from .options import ModelOptions
@@ -239,7 +239,7 @@ def write_moe(
 def _require_registered_experts(model: nn.Module) -> None:
     if not moe_layers(model):
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
-    if not is_registered_here(architecture_of(model)):
+    if registrar(architecture_of(model)) is None:
         raise ValueError(
             f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
             "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."

@@ -83,7 +83,6 @@ class Experts:
     averaged: bool  # whether they were averaged in training
     mean: bool  # whether the model in eval mode computes the same as the network made of its experts
     parameters: int  # of the whole model
-    fused: bool = False  # whether learned weights fuse the experts
 
     @classmethod
     def of(cls, model: nn.Module) -> "Experts | None":
@@ -99,7 +98,6 @@ class Experts:
             averaged=any(isinstance(layer, EwaMlp) or layer.share_rate > 0 for layer in layers),
             mean=all(layer.deploys_dense for layer in layers),
             parameters=parameters(model),
-            fused=all(layer.fused for layer in layers),
         )
 
 
@@ -164,7 +162,9 @@ def recorded_history(origin: Origin) -> History | None:
         if record.pop("weights", None) != digest(origin.folder):
             return None
         if record.get("experts") is not None:
-            record["experts"] = _checked(Experts, record["experts"])
+            experts = dict(record["experts"])
+            experts.pop("fused", None)  # stated by earlier exports, but never true of a model of this package
+            record["experts"] = _checked(Experts, experts)
         return _checked_history(_checked(History, record))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -77,15 +77,11 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
     before = attributes.get("no_weight_decay")
     attributes["no_weight_decay"] = lambda: {*own(), *(name for name, x in stacked.items() if x.ndim == 2)}
     try:
-        optimizer = create_optimizer_v2(*call.args, **call.kwargs)
+        return create_optimizer_v2(*call.args, **call.kwargs)
     finally:
         del attributes["no_weight_decay"]  # back to the method of the class
         if before is not None:
             attributes["no_weight_decay"] = before
-    scale_learning_rates = getattr(unwrapped(model), "scale_learning_rates", None)
-    if scale_learning_rates is not None:
-        scale_learning_rates(optimizer)
-    return optimizer
 
 
 @functools.wraps(adaptive_clip_grad)

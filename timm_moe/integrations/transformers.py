@@ -143,7 +143,7 @@ def _add_router_losses(
         if model.training:
             layers = hooks.enter_context(gathering(model))
             for ensemble in _ensembles(model):
-                members = ensemble.ensemble_size * getattr(ensemble, "batch_repetitions", 1)  # of MIMO
+                members = ensemble.ensemble_size
                 hooks.enter_context(ensemble.register_forward_hook(_as_images))
                 inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
                 num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members

@@ -38,7 +38,6 @@ class MoeMlp(Experts):
         path: name of the layer in its model, for messages.
         replaced: weak references to the parameters of the dense network that it replaced; empty in copies.
         deploys_dense: whether the deployed layer is one dense network.
-        fused: whether learned weights make one network of the experts, so that there is no routing.
         share_rate: rate at which training averages the experts, see :func:`timm_moe.convert_to_moe`.
         share_schedule: name of its schedule.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
@@ -47,7 +46,6 @@ class MoeMlp(Experts):
     """
 
     deploys_dense: ClassVar[bool] = False
-    fused: ClassVar[bool] = False
     share_rate: float = 0.0
     share_schedule: str = "early"
     is_averaged_by_hand = False

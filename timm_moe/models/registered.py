@@ -20,9 +20,15 @@ def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
     return [name for name in timm.list_models(pattern, pretrained=pretrained) if is_registered_here(name)]
 
 
+def registrar(name: str) -> str | None:
+    """Name the module without which timm does not know a model; None for timm's own models, and unknown names."""
+    module = model_entrypoint(name).__module__ if timm.is_model(name) else "timm.models"
+    return None if module.startswith("timm.") else module
+
+
 def is_registered_here(name: str) -> bool:
     """Tell if a registered model belongs to this package."""
-    return timm.is_model(name) and model_entrypoint(name).__module__.startswith("timm_moe.")
+    return (registrar(name) or "").startswith("timm_moe.")
 
 
 def check_registered(name: str) -> None:

@@ -30,7 +30,7 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
 
     Raises:
         ValueError: for another mesh or number of experts, or a model without experts, parallelized or sharded before,
-            or with experts that are merged, adapted (PEFT) or computed (pruned); nothing is then changed.
+            or with experts that are adapted (PEFT) or computed (pruned); nothing is then changed.
     """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -40,8 +40,6 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
     if mesh.ndim != 1:
         raise ValueError(f"Experts are spread over one dimension of a mesh, got {mesh.ndim}: give it as mesh['ep'].")
     for name, layer in layers.items():
-        if layer.fused:
-            raise ValueError(f"{name} merges its experts, which needs all of them in each process.")
         if layer.num_experts % mesh.size():
             raise ValueError(
                 f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} experts in {name}: take "

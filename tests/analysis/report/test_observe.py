@@ -27,7 +27,6 @@ from timm_moe.training.epoch_log import relative_distance_to_mean
         ("vimoe_s14", {}),
         ("vmoe_pbe_s32", dict(num_experts=4)),
         ("widenet_b", dict(depth=2)),
-        ("vmoe_mimo_s32", dict(num_experts=4)),
     ],
 )
 def test_it_sees_what_evaluate_and_routes_do(name, options, splits):

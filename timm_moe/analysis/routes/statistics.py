@@ -256,7 +256,7 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     routed = {name: layer for name, layer in layers.items() if layer.router.depends_on_input}
     if not routed:
         raise ValueError(
-            "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE, fused experts), "
+            "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE), "
             "so there are no routes of classes: give a model whose tokens choose, such as vmoe_b16."
         )
     return routed

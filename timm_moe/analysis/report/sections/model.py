@@ -70,12 +70,12 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
             " No router chooses: in training each token gets a random expert, so none of them sees some classes more "
             "than others, and none can die."
         )
-    elif all(layer.fused for layer in layers.values()):
-        text += " Nothing is routed: learned weights fuse the experts of a layer into one network."
     elif all(isinstance(layer, SoftMoeMlp) for layer in layers.values()):
         text += " Nothing is routed: each expert computes weighted means of all tokens of an image."
     elif all(isinstance(layer.router, ExpertChoiceRouter) for layer in layers.values()):
         text += " Each expert chooses equally many tokens, so a token goes to none, one or several."
+    elif not any(layer.router.depends_on_input for layer in layers.values()):
+        text += " No router looks at the images: all tokens go the same ways through the experts."
     elif info.routing_unit == "image":
         text += f" A router chooses {number} for each image; all of its tokens go there."
     else:

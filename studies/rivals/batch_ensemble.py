@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.optim import Optimizer
 
-from ..convert.blocks import select_blocks
-from ..layers.checks import check_choice, check_integer, check_number
-from ..layers.functional import kept_whole
-from ..models.ensemble import MembersMixin
-from ..models.registration import create_vit, register_variants, vmoe_variants
-from ..models.vision_transformer import PreLogitsVisionTransformer
+from timm_moe.convert.blocks import select_blocks
+from timm_moe.layers.checks import check_choice, check_integer
+from timm_moe.layers.functional import kept_whole
+from timm_moe.models.ensemble import MembersMixin
+from timm_moe.models.registration import create_vit, register_variants, vmoe_variants
+from timm_moe.models.vision_transformer import PreLogitsVisionTransformer
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints
 
@@ -104,6 +104,13 @@ def _like(factor_MD: Tensor, x: Tensor) -> Tensor:
 register_notrace_module(BatchEnsembleLinear)  # control flow depends on the batch size
 
 
+def factors(model: nn.Module) -> list[nn.Parameter]:
+    """List the factors of a model that are trained."""
+    layers = [module for module in model.modules() if isinstance(module, BatchEnsembleLinear)]
+    found = [getattr(layer, part) for layer in layers for part in FACTORS]
+    return [factor for factor in found if factor.requires_grad]
+
+
 def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter, float]) -> None:
     """Multiply the learning rate of some parameters, which move to groups of their own.
 
@@ -136,7 +143,6 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         ensemble_size: M.
         ensemble_layers: blocks with factors, like ``moe_layers`` of :func:`timm_moe.convert_to_moe`.
         factor_init: see :class:`BatchEnsembleLinear`.
-        factor_lr: learning-rate multiplier of the factors, for timm's optimizers and schedulers.
 
     Raises:
         ValueError: on an option outside its range.
@@ -148,29 +154,20 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         ensemble_size: int = 2,
         ensemble_layers: str = "last-2",
         factor_init: str = "sign",
-        factor_lr: float = 1.0,
         **kwargs: Any,
     ):
-        check_number("factor_lr", factor_lr, 0, above=True)
         super().__init__(*args, **kwargs)
         blocks: Any = self.blocks
         chosen = select_blocks(ensemble_layers, len(blocks))
         for number in chosen:
             mlp = blocks[number].mlp
             mlp.fc1, mlp.fc2 = (BatchEnsembleLinear(layer, ensemble_size, factor_init) for layer in (mlp.fc1, mlp.fc2))
-        self.factor_lr = factor_lr
         self.part_at(chosen[0], ensemble_size)
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters without weight decay: the stock model's, and the members' biases and factors."""
         own = {f"{name}.{part}" for name in self._shared_layers() for part in ("bias", *FACTORS)}
         return {*super().no_weight_decay(), *own}
-
-    def scale_learning_rates(self, optimizer: Optimizer) -> None:
-        """Multiply the factors' learning rate by ``factor_lr`` in an optimizer that timm has just made."""
-        if self.factor_lr != 1:
-            factors = [getattr(layer, part) for layer in self._shared_layers().values() for part in FACTORS]
-            scale_learning_rates(optimizer, {factor: self.factor_lr for factor in factors if factor.requires_grad})
 
     def _shared_layers(self) -> dict[str, BatchEnsembleLinear]:
         return {name: module for name, module in self.named_modules() if isinstance(module, BatchEnsembleLinear)}

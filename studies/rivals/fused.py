@@ -7,10 +7,10 @@ import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ..convert.registry import RouterSpec, register_router
-from ..layers import MoeMlp, Router, Routing
-from ..layers.checks import check_number
-from ..layers.functional import current_mode, no_autocast
+from timm_moe.convert.registry import RouterSpec, register_router
+from timm_moe.layers import MoeMlp, Router, Routing
+from timm_moe.layers.checks import check_number
+from timm_moe.layers.functional import current_mode, no_autocast
 
 
 class Fusion(Router):
@@ -75,7 +75,6 @@ class FusedMlp(MoeMlp):
     """
 
     deploys_dense = True
-    fused = True
 
     def __init__(self, ffn: nn.Module, router: Fusion, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, router, num_experts, expert_init, **options)
@@ -107,7 +106,9 @@ class FusedMlp(MoeMlp):
             return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
 
     def _fused(self) -> dict[str, Tensor]:
-        """Add up the experts by their weights, in float32 or wider."""
+        """Add up the experts by their weights, in float32 or wider; ValueError if other processes hold some."""
+        if self.dispatcher is not None:
+            raise ValueError(f"{self.path} merges its experts, which needs all of them in each process.")
         weights_E, fused = self.router(), {}
         with no_autocast(weights_E):
             for name, stacked in self.expert_weights().items():

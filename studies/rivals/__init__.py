@@ -1,8 +1,8 @@
-"""Methods that the papers compare with. Their models are registered; no other part of the package imports them."""
+"""Methods that the papers compare with. The import registers their models and routers with timm and timm_moe."""
 
-from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer, scale_learning_rates
+from .batch_ensemble import BatchEnsembleLinear, BatchEnsembleVisionTransformer, factors, scale_learning_rates
 from .fused import FusedMlp, Fusion
-from .mc_dropout import sampled_members
+from .mc_dropout import with_samples
 from .mimo import MimoMoeVisionTransformer, MimoVisionTransformer
 from .switch_ema import SwitchEma
 
@@ -14,6 +14,7 @@ __all__ = [
     "MimoMoeVisionTransformer",
     "MimoVisionTransformer",
     "SwitchEma",
-    "sampled_members",
+    "factors",
     "scale_learning_rates",
+    "with_samples",
 ]

@@ -6,16 +6,16 @@ import torch
 from common import SMALL_VIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.task import ClassificationTask
 from torch import nn
 
+from studies.callbacks import CALLBACKS
+from studies.rivals import BatchEnsembleLinear
 from timm_moe.analysis.evaluation import own_members
 from timm_moe.analysis.info import model_info
 from timm_moe.layers.ensemble import ensemble_log_probabilities
 from timm_moe.models.registered import weightless_model
-from timm_moe.rivals import BatchEnsembleLinear
 
 
 @settings(max_examples=25)
@@ -53,7 +53,7 @@ def test_members_begin_as_the_dense_network_but_for_their_factors(dense_vit, ima
         assert members.shape == (6, 3, 5)
         assert not torch.allclose(members[:, 0], members[:, 1])
         torch.testing.assert_close(model(images), ensemble_log_probabilities(members.log_softmax(-1)))
-        assert own_members(model, "model", images).shape == (6, 3, 5)
+        assert own_members(model, images).shape == (6, 3, 5)
         for name, parameter in model.named_parameters():
             if name.endswith("_factor"):
                 nn.init.ones_(parameter)
@@ -65,9 +65,11 @@ def test_members_begin_as_the_dense_network_but_for_their_factors(dense_vit, ima
         other.load_state_dict(model.state_dict())
 
 
-def test_factors_learn_at_their_own_rate_and_are_not_decayed():
-    model = timm.create_model("vit_be_b32", factor_lr=2.0, factor_init="normal", **SMALL_VIT)
-    optimizer = create_optimizer_v2(model, opt="momentum", lr=0.1, weight_decay=0.05)
+def test_factors_learn_at_their_own_rate_and_are_not_decayed(monkeypatch):
+    model = timm.create_model("vit_be_b32", factor_init="normal", **SMALL_VIT)
+    monkeypatch.setattr(timm.optim, "create_optimizer_v2", timm.optim.create_optimizer_v2)
+    CALLBACKS["factor_lr"]("2")
+    optimizer = timm.optim.create_optimizer_v2(model, opt="momentum", lr=0.1, weight_decay=0.05)
     scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=4, updates_per_epoch=2)
     scheduler.step(0)
     rate, decay = {}, {}
@@ -95,14 +97,17 @@ def test_parameters_are_those_of_the_factors():
     assert model_info("vit_be_b32").members == 2
 
 
-def test_what_is_not_possible_is_said(images):
+def test_what_is_not_possible_is_said(images, monkeypatch):
     for options, message in (
         (dict(factor_init="zeros"), "factor_init must be one of sign, normal"),
         (dict(ensemble_size=0), "ensemble_size must be an integer"),
-        (dict(factor_lr=0), "factor_lr must be a number above 0"),
         (dict(ensemble_layers="last-9"), "does not fit"),
     ):
         with pytest.raises(ValueError, match=message):
             timm.create_model("vit_be_b32", **SMALL_VIT, **options)
+    monkeypatch.setattr(timm.optim, "create_optimizer_v2", timm.optim.create_optimizer_v2)
+    CALLBACKS["factor_lr"]("2")
+    with pytest.raises(ValueError, match="no factors"):
+        timm.optim.create_optimizer_v2(timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT), opt="sgd")
     with pytest.raises(RuntimeError, match="unflatten"):
         BatchEnsembleLinear(nn.Linear(4, 4), 2)(torch.randn(3, 5, 4))

@@ -1,5 +1,7 @@
 """Fused experts: one network with learned weights, which is what is trained, evaluated and exported."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -9,10 +11,12 @@ from hypothesis import strategies as st
 from timm.layers import Mlp
 
 import timm_moe
+from studies.rivals import FusedMlp, Fusion
 from timm_moe import convert_to_moe, moe_layers, to_dense
 from timm_moe.analysis.info import model_info
+from timm_moe.analysis.report.sections.model import model_section
 from timm_moe.analysis.routes.statistics import routed_layers
-from timm_moe.rivals import FusedMlp, Fusion
+from timm_moe.export.history import History
 
 
 def fused_layer(width=6, num_experts=3, common_share=0.0):
@@ -120,18 +124,53 @@ def test_loading_leaves_nothing_without_values_and_trained_weights_alone(images)
         model.load_state_dict(routed.state_dict())
 
 
-def test_what_is_published_says_how_it_was_made(tmp_path):
-    for method in ("sum", "topk", "svd"):
-        with pytest.raises(ValueError, match=f"are fused: they are one network, so method='{method}' has no place"):
-            to_dense(fused_vit(), method)
-    timm_moe.export_dense(fused_vit(), tmp_path / "dense")
-    model = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True)
-    pushed = timm_moe.push_dense(str(tmp_path / "dense"), "someone/model", dry_run=True)
-    assert "which learned weights fuse into one network (ExFusion" in pushed.card
-    assert "riquelme" not in pushed.card
-    with pytest.raises(ValueError, match=r"fused experts.*no routes of classes"):
+def test_to_gather_one_network_gives_it(images):
+    model = fused_vit().eval()
+    for method in ("sum", "topk"):
+        torch.testing.assert_close(to_dense(model, method).eval()(images), model(images))
+
+
+def test_nothing_is_routed():
+    with pytest.raises(ValueError, match="no routes of classes"):
         routed_layers(fused_vit())
-    del model
+    info = model_info("vit_tiny_ewa_moe", router="fused")
+    told = model_section(fused_vit(), info, History()).parts[0].text
+    assert "No router looks at the images" in told
+
+
+def test_processes_that_hold_some_of_the_experts_cannot_merge_them(images):
+    model = fused_vit()
+    model.blocks[1].mlp.dispatcher = object()
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp merges its experts"):
+        model(images)
+
+
+def test_experts_that_are_dropped_are_no_copies(dense_vit, recwarn):
+    model = convert_to_moe(dense_vit, router="fused", expert_init="drop")
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).state_dict()
+    model.load_state_dict({**model.state_dict(), **{name: value for name, value in dense.items() if ".mlp." in name}})
+    weight = model.blocks[1].mlp.fc1.weight
+    assert not torch.equal(weight[0], weight[1])
+    assert not [warning for warning in recwarn if "copies" in str(warning.message)]
+
+
+def test_offloaded_experts_are_merged_as_before(images):
+    accelerate = pytest.importorskip("accelerate")
+    model = fused_vit().eval()
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model))
+    with torch.no_grad():
+        assert torch.equal(offloaded(images), model(images))
+
+
+def test_adapters_are_merged_into_the_experts_first(images):
+    peft = pytest.importorskip("peft", minversion="0.17")
+    config = peft.LoraConfig(r=2, target_parameters=["fc1.weight"], init_lora_weights=False, target_modules=[])
+    adapted = peft.get_peft_model(fused_vit(), config).eval()
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        to_dense(adapted)
+    with torch.no_grad():
+        outputs = adapted(images)
+        torch.testing.assert_close(to_dense(adapted.merge_and_unload()).eval()(images), outputs)
 
 
 def test_copies_are_warned_of(dense_vit):

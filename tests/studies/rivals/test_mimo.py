@@ -11,9 +11,9 @@ from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
 
 import timm_moe
+from studies.rivals.mimo import draw_mixture, mix, unmix
 from timm_moe.analysis.info import model_info
 from timm_moe.layers.ensemble import MemberLoss
-from timm_moe.rivals.mimo import draw_mixture, mix, unmix
 
 BOTH = ("vit_mimo_s32", "vmoe_mimo_s32")
 

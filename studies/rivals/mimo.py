@@ -10,11 +10,11 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..layers.checks import check_integer, check_number
-from ..models.ensemble import as_one_classifier
-from ..models.mixin import MoeMixin
-from ..models.registration import Variant, create_vit, register_variants, vmoe_variants
-from ..models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
+from timm_moe.layers.checks import check_integer, check_number
+from timm_moe.models.ensemble import as_one_classifier
+from timm_moe.models.mixin import MoeMixin
+from timm_moe.models.registration import Variant, create_vit, register_variants, vmoe_variants
+from timm_moe.models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
 

@@ -5,7 +5,7 @@ import timm
 import torch
 from timm.optim.lookahead import Lookahead
 
-from timm_moe.rivals import SwitchEma
+from studies.rivals import SwitchEma
 
 
 def test_switch_ema_is_its_definition():

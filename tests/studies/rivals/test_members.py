@@ -7,7 +7,7 @@ import timm
 import torch
 from common import SMALL_VIT
 
-from timm_moe.rivals import sampled_members
+from studies.rivals import with_samples
 
 EXPERTS = dict(num_experts=4, moe_layers="last-2", expert_dropout=0.0)
 NAMES = {
@@ -87,6 +87,6 @@ def test_samples_of_mc_dropout_have_the_masks_of_their_images(monkeypatch):
     images, (of_images, _) = torch.randn(3, 3, 32, 32), masks()
     alone = model(images, attn_mask=of_images)
     monkeypatch.setattr(model, "forward", partial(model.forward, attn_mask=of_images))
-    samples = sampled_members(4)(model, "it", images)
+    samples = with_samples(model, 4).forward_members(images)
     torch.testing.assert_close(samples, alone[:, None].expand(-1, 4, -1))
     torch.testing.assert_close(model(images), alone)

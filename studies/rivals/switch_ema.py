@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..training.optimizers import is_skipped
-from ..training.placement import local_part
-from ..training.strange_optimizers import with_hooks
+from timm_moe.training.optimizers import is_skipped
+from timm_moe.training.placement import local_part
+from timm_moe.training.strange_optimizers import with_hooks
 
 
 class SwitchEma:
