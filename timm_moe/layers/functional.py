@@ -41,7 +41,7 @@ def current_mode() -> Mode:
 
 
 def _is_exporting() -> bool:
-    # torch.compiler.is_exporting() is a constant True in compiled code before torch 2.14, unlike the flag that it reads.
+    # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike the flag that it reads.
     if _HAS_FLAG:
         return torch.compiler._is_exporting_flag
     return torch.compiler.is_exporting()
