@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
-#: Whether this torch has names that it does not document; others are used where it has not.
+#: Whether this torch has a flag that it does not document.
 _HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 
 
@@ -41,10 +41,8 @@ def current_mode() -> Mode:
 
 
 def _is_exporting() -> bool:
-    # torch.compiler.is_exporting() is a constant True in compiled code before torch 2.14, unlike the flag that it reads.
-    if _HAS_FLAG:
-        return torch.compiler._is_exporting_flag
-    return torch.compiler.is_exporting()
+    # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike the flag behind it.
+    return torch.compiler._is_exporting_flag if _HAS_FLAG else torch.compiler.is_exporting()
 
 
 def call_with(
