@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from common import SMALL_VIT, TINY
+from devices import equal_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
@@ -387,3 +388,41 @@ def test_combine_has_the_gradients_of_the_plain_sum(top_k, capacity_factor, dtyp
     if dtype == torch.float64:
         torch.autograd.gradcheck(combined, [own, outputs])
         torch.autograd.gradgradcheck(combined, [own, outputs])
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("are_equal", [False, True])
+@pytest.mark.parametrize("top_k", [2, 1])
+def test_bfloat16_is_as_exact_as_a_loop_of_linear_layers(top_k, are_equal):
+    def looped(layer, x, experts, weights):
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(layer.each()):
+            for choice in range(top_k):
+                rows = (experts[:, choice] == number).nonzero().squeeze(1)
+                y = y.index_add(0, rows, weights[rows, choice, None].to(x.dtype) * expert(x[rows]))
+        return y
+
+    def outcome(call, layer, x, grad):
+        x = x.clone().requires_grad_()
+        y = call(layer, x)
+        return [y, *torch.autograd.grad(y, [x, *dict(layer.named_expert_parameters()).values()], grad)]
+
+    torch.manual_seed(0)
+    layer = routed(32, 64, top_k=top_k, capacity_factor=1.0).bfloat16()
+    x, grad = torch.randn(2, 200, 32).bfloat16()
+    with equal_slots(are_equal), torch.no_grad():
+        routing = layer.router(x[None])
+    chosen = routing.experts(), routing.weights()
+
+    def loop(layer, x):
+        return looped(layer, x, *chosen)
+
+    exact = outcome(loop, copy.deepcopy(layer).double(), x.double(), grad.double())
+    simple = outcome(loop, layer, x, grad)
+    for got, plain, true in zip(
+        outcome(lambda layer, x: layer(x, routing=routing), layer, x, grad), simple, exact, strict=True
+    ):
+        assert error(got, true) <= 1.5 * error(plain, true)

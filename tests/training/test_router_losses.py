@@ -117,15 +117,19 @@ def test_a_scaled_float16_step_with_accumulation_equals_the_one_by_hand(clip):
 
 
 def test_bfloat16():
+    """The two add up in other orders, so that single numbers round to a neighbour; a loss that lacks errs more."""
     images, targets = batch()
-    by_hand, trained = routed_model(), routed_model()
+    by_hand, trained, exact = routed_model(), routed_model(), routed_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs, router_loss = losses_by_hand(by_hand, images)
         expected = F.cross_entropy(outputs, targets) + router_loss
         result = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
     expected.backward()
     result["loss"].backward()
-    assert_same(gradients(trained), gradients(by_hand), tolerance=2**-7)  # a sum may be rounded to the next number
+    outputs, router_loss = losses_by_hand(exact, images)
+    (F.cross_entropy(outputs, targets) + router_loss).backward()
+    for actual, rounded, true in zip(*map(gradients, (trained, by_hand, exact)), strict=True):
+        assert (actual - rounded).norm() <= 0.5 * (rounded - true).norm()
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_moe", "vmoe_b32"])

@@ -338,10 +338,7 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
 
 
 def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
-    """Tell if one operator sums the K slots of each row.
-
-    A CPU is bound by memory, and compilers make a loop of their own.
-    """
+    """Tell if one operator sums the K slots of each row: memory limits a CPU, and compilers make their own loop."""
     has_choices = routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
     return has_choices and rows.is_cpu and routing.capacity is None and not torch.compiler.is_compiling()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
-#: Whether this torch has names that it does not document; others are used where it has not.
+#: Whether this torch has a flag that it does not document.
 _HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 
 
@@ -21,7 +21,7 @@ class Mode(Enum):
     COMPILED = auto()  # by torch.compile
     EXPORTED = auto()  # by torch.export, for any batch
     TRACED = auto()  # by torch.jit.trace
-    ONNX = auto()  # by an exporter of torch.onnx
+    ONNX = auto()  # by the exporter of torch.onnx that traces
 
     @property
     def is_plain(self) -> bool:
@@ -31,20 +31,18 @@ class Mode(Enum):
 
 def current_mode() -> Mode:
     """Tell in which mode the present call runs."""
-    if torch.onnx.is_in_onnx_export():  # asked first: the newer exporter goes through torch.export
-        return Mode.ONNX
     if _is_exporting():
         return Mode.EXPORTED
     if torch.compiler.is_compiling():
         return Mode.COMPILED
+    if torch.onnx.is_in_onnx_export():
+        return Mode.ONNX
     return Mode.TRACED if torch.jit.is_tracing() else Mode.EAGER
 
 
 def _is_exporting() -> bool:
-    # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike the flag that it reads.
-    if _HAS_FLAG:
-        return torch.compiler._is_exporting_flag
-    return torch.compiler.is_exporting()
+    # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike the flag behind it.
+    return torch.compiler._is_exporting_flag if _HAS_FLAG else torch.compiler.is_exporting()
 
 
 def call_with(
