@@ -21,7 +21,7 @@ class Mode(Enum):
     COMPILED = auto()  # by torch.compile
     EXPORTED = auto()  # by torch.export, for any batch
     TRACED = auto()  # by torch.jit.trace
-    ONNX = auto()  # by the exporter of torch.onnx that traces
+    ONNX = auto()  # by an exporter of torch.onnx
 
     @property
     def is_plain(self) -> bool:
@@ -31,12 +31,12 @@ class Mode(Enum):
 
 def current_mode() -> Mode:
     """Tell in which mode the present call runs."""
+    if torch.onnx.is_in_onnx_export():  # asked first: the newer exporter goes through torch.export
+        return Mode.ONNX
     if _is_exporting():
         return Mode.EXPORTED
     if torch.compiler.is_compiling():
         return Mode.COMPILED
-    if torch.onnx.is_in_onnx_export():
-        return Mode.ONNX
     return Mode.TRACED if torch.jit.is_tracing() else Mode.EAGER
 
 
