@@ -63,10 +63,11 @@ class Sizes:
     def all_to_all(self, images: int, processes: int, itemsizes: tuple[int, int] = (4, 4)) -> int:
         """Bytes that a process sends to others for a layer and step, of items of rows and of outputs.
 
-        Rows, outputs, and the gradients of both go once each; before them the numbers of rows, in 8 bytes.
+        Rows, outputs, and the gradients of both go once each, a spare slot of each expert with them; before them the
+        numbers of rows, in 8 bytes.
         """
         elsewhere = self.experts - self.experts // processes
-        return elsewhere * (2 * sum(itemsizes) * self.width * self.slots(images) + 8)
+        return elsewhere * (2 * sum(itemsizes) * self.width * (self.slots(images) + 1) + 8)
 
     def by_fsdp(self, processes: int) -> int:
         """Bytes that a process sends for a layer and step if FSDP2 gathers all experts twice and scatters gradients."""
