@@ -91,6 +91,17 @@ def family(name):
     return model
 
 
+def without_draws(name):
+    """Make a small model without dropout and noise, which a compiler draws in its own way."""
+    model = family(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "noise_std"):
+            module.noise_std = 0.0
+    return model
+
+
 def save_as_train_py(file, model, name="vit_tiny_ewa_moe", /, **stated):
     """Save a small model as train.py does; its arguments may state more, or something else."""
     args = argparse.Namespace(**{"model": name, "num_classes": 5, "model_kwargs": OPTIONS, **stated})

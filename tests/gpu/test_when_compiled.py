@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from common import family
+from common import without_draws
 from devices import waits
-from torch import nn
 
 import timm_moe
 
@@ -23,17 +22,6 @@ WAYS = {
     "cuda": dict(mode="default"),
     "cuda, as graphs": dict(mode="reduce-overhead"),
 }
-
-
-def without_draws(name):
-    """Make a small model without dropout and noise, which a compiler draws in its own way."""
-    model = family(name)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "noise_std"):
-            module.noise_std = 0.0
-    return model
 
 
 @pytest.mark.parametrize(

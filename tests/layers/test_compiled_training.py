@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from common import FAMILIES, family
+from common import FAMILIES, without_draws
 from devices import equal_slots
-from torch import nn
 
 import timm_moe
 
 STEPS = 4
-
-
-def without_draws(name):
-    """Make a small model without dropout and noise, which a compiler draws in its own way."""
-    model = family(name)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "noise_std"):
-            module.noise_std = 0.0
-    return model
 
 
 def train(name, **compiled):

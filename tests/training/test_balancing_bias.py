@@ -112,7 +112,7 @@ def test_a_buffer_that_fsdp1_has_cast_counts_on_in_float32():
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_step_that_runs_its_forwards_is_that_of_a_loop(accumulated):
-    """As Lightning's automatic optimization does, and LBFGS."""
+    """Train by a closure, as Lightning's automatic optimization and LBFGS do."""
     outcomes = []
     for by_closure in (False, True):
         model = make_model(bias_rate=0.1)

@@ -1,4 +1,4 @@
-"""What a dense student keeps of the accuracy that experts bring (OneS, arXiv 2201.10890, section 4.1)."""
+"""Share that a dense student keeps of the accuracy that experts bring (OneS, arXiv 2201.10890, section 4.1)."""
 
 
 def benefits_kept(student: float, teacher: float, dense: float) -> float:

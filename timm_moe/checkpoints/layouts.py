@@ -1,4 +1,4 @@
-"""Where the weights lie in a checkpoint: train.py's own place, else where other trainers put them."""
+"""Places of the weights in a checkpoint: train.py's own, else those of other trainers."""
 
 import logging
 import re

@@ -84,7 +84,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where loaded weights come from, and what their file says of the training; the loaded model's ``origin``."""
+    """Source of loaded weights, with what their file says of the training; the loaded model's ``origin``."""
 
     place: str  #: path of the file or folder, or ``hf-hub:`` name
     folder: Path | None = None  #: the folder, if it is one

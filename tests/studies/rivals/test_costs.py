@@ -1,4 +1,4 @@
-"""What pBE's table 9 prints about the cost of training its rivals, from the real modules on the meta device."""
+"""Costs of training pBE's rivals, which its table 9 prints, from the real modules on the meta device."""
 
 import sys
 from importlib import import_module

@@ -1,1 +1,1 @@
-"""What ``timm-moe routes`` shows: counts of choices, mixtures, classes of patches, and their files."""
+"""The contents of ``timm-moe routes``: counts of choices, mixtures, classes of patches, and their files."""
