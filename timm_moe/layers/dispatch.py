@@ -234,7 +234,8 @@ def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = Non
     if not choices * rows:
         nothing_GE = count_GEN.new_zeros(groups, num_experts)
         return Queues(rank_GKS.transpose(1, 2), nothing_GE, nothing_GE)
-    return Queues(rank_GKS.transpose(1, 2), count_GEN[..., rows - 1], count_GEN[..., -1])
+    # A slice: torch.export would take an index that it computes for a constant.
+    return Queues(rank_GKS.transpose(1, 2), count_GEN[..., :rows][..., -1], count_GEN[..., -1])
 
 
 def assign(
